@@ -1,0 +1,1 @@
+"""The gateway: sequences the rounds of draft and verifier behind one Generate call."""

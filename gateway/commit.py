@@ -1,0 +1,92 @@
+"""The commit path: the one function through which every token of every client goes.
+
+A verdict holds several tokens. Everything that ends a generation or counts what it gave (stop
+tokens, stop strings, limits, usage, detokenization) looks at one token at a time, here and nowhere
+else, so that a block of tokens means exactly what single tokens would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from gateway.detokenizer import Detokenizer
+from specdec.v1 import gateway_pb2
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a generation ends."""
+
+    max_new_tokens: int
+    """Already clamped to what the context length leaves."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """With the end-of-sequence tokens, unless those are to be ignored."""
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass
+class Output:
+    """What a generation has given its client so far."""
+
+    tokenizer: Tokenizer
+    stopping: Stopping
+    token_count: int = 0
+    finish_reason: gateway_pb2.FinishReason.ValueType = gateway_pb2.FINISH_REASON_UNSPECIFIED
+    matched: int | str | None = None
+    """The stop token id or stop string that occurred."""
+    _detokenizer: Detokenizer = field(init=False)
+    _withheld: str = field(init=False, default="")
+    """Text that may still turn out to be the beginning of a stop string."""
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.tokenizer)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further token may be committed."""
+        return self.finish_reason != gateway_pb2.FINISH_REASON_UNSPECIFIED
+
+    def commit(self, token_id: int) -> str:
+        """Commits one token. Must not be called once finished.
+
+        Returns:
+            The text that is released by it. It lags behind the tokens by what is withheld.
+        """
+        self.token_count += 1
+        if token_id in self.stopping.stop_token_ids:
+            return self._finish(gateway_pb2.FINISH_REASON_STOP, token_id)
+        text = self._release(self._detokenizer.add(token_id))
+        # A stop at the limit is a stop.
+        if not self.finished and self.token_count == self.stopping.max_new_tokens:
+            text += self._finish(gateway_pb2.FINISH_REASON_LENGTH, None)
+        return text
+
+    def _finish(self, reason: gateway_pb2.FinishReason.ValueType, matched: int | str | None) -> str:
+        """Ends the generation. Returns the last text, in which a stop string may yet be found."""
+        text = self._release(self._detokenizer.end())
+        if not self.finished:
+            self.finish_reason, self.matched = reason, matched
+            text, self._withheld = text + self._withheld, ""
+        return text
+
+    def _release(self, text: str) -> str:
+        """Adds text to what is withheld and takes from it what can go out."""
+        text = self._withheld + text
+        found = [(at, stop) for stop in self.stopping.stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            self.finish_reason, self.matched = gateway_pb2.FINISH_REASON_STOP, stop
+            self._withheld = ""
+            return text[:at]
+        keep = max((_overlap(text, stop) for stop in self.stopping.stop_strings), default=0)
+        self._withheld = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `stop`."""
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )

@@ -1,0 +1,43 @@
+"""Token ids to text, one token at a time."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Decodes a growing sequence of ids. The pieces concatenate to the decoding of the whole.
+
+    A piece waits while the bytes at its end are an unfinished UTF-8 sequence. Only a window of the
+    last ids is decoded again at each step, because some decoders look at a token's neighbours.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._window = 0
+        """Where the window that is decoded begins: one settled piece before the unsettled one."""
+        self._settled = 0
+        """How many ids have become text that no later token changes."""
+
+    def add(self, token_id: int) -> str:
+        """Adds a token. Returns the text that is now settled, possibly none."""
+        self._ids.append(token_id)
+        before = self._decode(self._window, self._settled)
+        after = self._decode(self._window, len(self._ids))
+        if len(after) <= len(before) or after.endswith(_REPLACEMENT):
+            return ""
+        self._window, self._settled = self._settled, len(self._ids)
+        return after[len(before) :]
+
+    def end(self) -> str:
+        """The rest: what no later token will complete."""
+        before = self._decode(self._window, self._settled)
+        rest = self._decode(self._window, len(self._ids))[len(before) :]
+        self._settled = len(self._ids)
+        return rest
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)

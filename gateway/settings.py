@@ -1,0 +1,46 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specdec.services import DRAFT, GATEWAY, VERIFIER
+from specdec.settings import ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """Runs the gateway: the public Generate call."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPECDEC_GATEWAY_", cli_prog_name="specdec gateway"
+    )
+
+    port: int = Field(
+        GATEWAY.port, ge=0, le=65535, description="port to listen on; 0 picks a free one"
+    )
+    verifier_address: str = Field(
+        f"127.0.0.1:{VERIFIER.port}", description="host:port of the verifier"
+    )
+    draft_address: str = Field(
+        f"127.0.0.1:{DRAFT.port}",
+        description="host:port of the draft; empty for plain decoding only",
+    )
+    draft_patience_seconds: float = Field(
+        5.0, gt=0.0, description="wait for a proposal before the generation goes on without draft"
+    )
+    temperature: float = Field(
+        1.0, ge=0.0, le=100.0, description="temperature of requests that name none"
+    )
+    max_new_tokens: int = Field(256, ge=1, description="token limit of requests that name none")
+    num_draft_tokens: int = Field(
+        5, ge=0, description="drafted tokens a round, of requests that name no number"
+    )
+    max_num_draft_tokens: int = Field(
+        32, ge=0, description="most drafted tokens a round that a request may ask for"
+    )
+    acceptance_rule: Literal["rejection", "block", "coupled"] = Field(
+        "coupled", description="acceptance rule of requests that name none"
+    )

@@ -1,0 +1,93 @@
+"""How speculation went in one generation, counted round by round."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from specdec.v1 import common_pb2, gateway_pb2
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request to a model service and its answer."""
+
+    round_trip_us: int
+    """From sending the request to having the answer, as the gateway saw it."""
+    timings: common_pb2.Timings
+    """What of it the service computed and queued."""
+
+
+class Stopwatch:
+    """Times exchanges with a model service, one at a time."""
+
+    def __init__(self) -> None:
+        self._begun_ns = 0
+        self._opened = common_pb2.Timings()
+
+    def start(self) -> None:
+        """The request goes out."""
+        self._begun_ns = time.monotonic_ns()
+
+    def include(self, opened: common_pb2.Timings) -> None:
+        """The service opened the session before it turned to the request."""
+        self._opened = opened
+
+    def stop(self, answered: common_pb2.Timings) -> Exchange:
+        """The answer is there, with what the service says of its time."""
+        timings = common_pb2.Timings(
+            queue_us=answered.queue_us + self._opened.queue_us,
+            compute_us=answered.compute_us + self._opened.compute_us,
+        )
+        self._opened = common_pb2.Timings()
+        return Exchange((time.monotonic_ns() - self._begun_ns) // 1000, timings)
+
+
+class Statistics:
+    """Fills a SpeculationStatistics message."""
+
+    def __init__(self, rule: common_pb2.AcceptanceRule.ValueType) -> None:
+        self._message = gateway_pb2.SpeculationStatistics(acceptance_rule=rule)
+
+    def add_round(self, num_draft_tokens: int, num_accepted: int, verify: Exchange) -> None:
+        """Counts a verified round."""
+        message = self._message
+        message.rounds += 1
+        message.num_draft_tokens += num_draft_tokens
+        message.num_accepted_tokens += num_accepted
+        while len(message.drafted_per_position) < num_draft_tokens:
+            message.drafted_per_position.append(0)
+            message.accepted_per_position.append(0)
+        for position in range(num_draft_tokens):
+            message.drafted_per_position[position] += 1
+            message.accepted_per_position[position] += position < num_accepted
+        message.verify_us += verify.timings.compute_us
+        self._add_wire(verify)
+
+    def add_proposal(self, draft: Exchange) -> None:
+        """Counts the time of a proposal."""
+        self._message.draft_us += draft.timings.compute_us
+        self._add_wire(draft)
+
+    def add_fallback(self, reason: str) -> None:
+        """Counts a round that should have been speculative and was not."""
+        self._message.fallback_rounds += 1
+        self._message.fallback_reason = reason
+
+    def add_stale(self, proposals: int) -> None:
+        """Counts proposals that came too late."""
+        self._message.stale_proposals += proposals
+
+    def to_message(self) -> gateway_pb2.SpeculationStatistics:
+        """The statistics so far, with the rates worked out."""
+        message = self._message
+        if message.num_draft_tokens:
+            message.acceptance_rate = message.num_accepted_tokens / message.num_draft_tokens
+        if message.rounds:
+            message.mean_acceptance_length = 1 + message.num_accepted_tokens / message.rounds
+        return message
+
+    def _add_wire(self, exchange: Exchange) -> None:
+        inside = exchange.timings.compute_us + exchange.timings.queue_us
+        self._message.wire_us += max(0, exchange.round_trip_us - inside)
+        self._message.queue_us += exchange.timings.queue_us

@@ -1,0 +1,117 @@
+"""A session's stream to the verifier service, from the gateway's side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from gateway.statistics import Exchange, Stopwatch
+from specdec.errors import SpecdecError, describe, reason_of
+from specdec.proposals import token_ids_fault
+from specdec.v1 import common_pb2, draft_pb2, verifier_pb2, verifier_pb2_grpc
+
+
+class VerifyStream:
+    """A session at the verifier service."""
+
+    def __init__(
+        self,
+        stub: verifier_pb2_grpc.VerifierServiceStub,
+        opening: common_pb2.Open,
+        effective_vocab_size: int,
+        *,
+        deadline: float | None,
+    ) -> None:
+        """
+        Args:
+            stub: of the verifier service.
+            opening: the session.
+            effective_vocab_size: that of the target, which its tokens must be within.
+            deadline: seconds that the client's call still has, or None.
+        """
+        self.cached_tokens = 0
+        self._call = stub.Verify(timeout=deadline)
+        self._opening = opening
+        self._effective_vocab_size = effective_vocab_size
+        self._round = opening.round
+        self._base_length = opening.base_length
+        self._stopwatch = Stopwatch()
+
+    async def open(self) -> None:
+        """Sends the Open: the verifier begins with the prompt.
+
+        Raises:
+            SpecdecError: the stream broke.
+        """
+        with _verifier_errors():
+            await self._call.write(verifier_pb2.VerifyRequest(open=self._opening))
+
+    async def verdict(self, proposal: draft_pb2.Proposal) -> tuple[verifier_pb2.Verdict, Exchange]:
+        """Has a proposal verified, and moves on to the next round.
+
+        Raises:
+            SpecdecError: the stream broke, or the verdict contradicts the proposal.
+        """
+        self._stopwatch.start()
+        candidates = verifier_pb2.Candidates(
+            round=self._round,
+            base_length=self._base_length,
+            token_ids=proposal.token_ids,
+            distributions=proposal.distributions,
+        )
+        with _verifier_errors():
+            await self._call.write(verifier_pb2.VerifyRequest(candidates=candidates))
+            verdict = await self._read_verdict()
+        fault = self._fault(verdict, candidates)
+        if fault is not None:
+            raise SpecdecError(common_pb2.ERROR_REASON_CONTRACT_VIOLATION, f"verifier: {fault}")
+        self._round += 1
+        self._base_length += len(verdict.token_ids)
+        return verdict, self._stopwatch.stop(verdict.timings)
+
+    def close(self) -> None:
+        """Ends the session, at once and without waiting."""
+        self._call.cancel()
+
+    async def _read_verdict(self) -> verifier_pb2.Verdict:
+        while True:
+            response = await self._call.read()
+            if not isinstance(response, verifier_pb2.VerifyResponse):
+                raise SpecdecError(
+                    common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE, "the verifier ended the stream"
+                )
+            if response.WhichOneof("message") == "verdict":
+                return response.verdict
+            self._stopwatch.include(response.opened.timings)
+            self.cached_tokens = response.opened.cached_tokens
+
+    def _fault(
+        self, verdict: verifier_pb2.Verdict, candidates: verifier_pb2.Candidates
+    ) -> str | None:
+        n = verdict.num_accepted
+        if (verdict.round, verdict.base_length) != (self._round, self._base_length):
+            return f"its verdict is for round {verdict.round}, not for round {self._round}"
+        if len(verdict.token_ids) != n + 1 or verdict.token_ids[:n] != candidates.token_ids[:n]:
+            return f"its verdict's tokens are not the {n} accepted ones and one more"
+        return token_ids_fault(verdict.token_ids, self._effective_vocab_size)
+
+
+@contextmanager
+def _verifier_errors() -> Iterator[None]:
+    """Turns what a broken stream raises into an error for the client."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if reason_of(error) == "MODEL_FAILURE":
+            reason = common_pb2.ERROR_REASON_MODEL_FAILURE
+        elif error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            reason = common_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+        else:
+            reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
+        raise SpecdecError(reason, f"verifier: {describe(error)}") from error
+    except asyncio.InvalidStateError as error:
+        reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
+        raise SpecdecError(reason, "the verifier ended the stream") from error

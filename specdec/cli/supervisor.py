@@ -1,0 +1,175 @@
+"""Runs the three services as child processes on loopback, and keeps them up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.services import Service
+
+_FIRST_RESTART_SECONDS = 1.0
+_MOST_RESTART_SECONDS = 30.0
+_STOP_SECONDS = 15.0
+
+Report = Callable[[Service, str], None]
+"""Called with a service and a line about it, for people."""
+
+
+class ServiceDied(Exception):
+    """A service ended before it was ready for the first time. The message names it and why."""
+
+
+@dataclass
+class Child:
+    """A service to run: `python -m package` with arguments."""
+
+    service: Service
+    package: str
+    arguments: Sequence[str]
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: str = ""
+    """The last thing that it said that explains its end."""
+    process: asyncio.subprocess.Process | None = None
+
+
+async def _start(child: Child) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", child.package, *child.arguments, "--log-format", "json"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        # Ctrl-C in the terminal is for the supervisor, which then ends its children in order.
+        start_new_session=True,
+        # Two services take turns on the same cores: threads that wait must not spin on them.
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+    )
+
+
+async def _follow(child: Child, process: asyncio.subprocess.Process, report: Report) -> None:
+    """Turns the child's log into lines for people, until it ends."""
+    assert process.stderr is not None
+    async for raw in process.stderr:
+        line = raw.decode(errors="replace").rstrip()
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            # Not from the log: the last words of a process that could not start.
+            child.reason = line.removeprefix("error: ") or child.reason
+            continue
+        text = _line_for_people(event)
+        if text:
+            report(child.service, text)
+        if event.get("event") == "ready":
+            child.ready.set()
+
+
+def _line_for_people(event: dict[str, Any]) -> str:
+    match event.get("event"):
+        case "loading":
+            return f"listening on {event['address']}, loading {event['model']}"
+        case "listening":
+            return f"listening on {event['address']}"
+        case "ready" if "seconds" in event:
+            return f"ready after {event['seconds']} s: {event['dtype']} on {event['device']}"
+        case "ready":
+            return "ready"
+        case "peer" if event.get("state") != "READY":
+            return f"{event['peer']}: {event['reason']}"
+        case "no speculation":
+            return f"no speculation: {event['reason']}"
+        case name if event.get("level") in ("warning", "error"):
+            return f"{name}: {event.get('error', '')}".rstrip(": ")
+    return ""
+
+
+async def _keep_up(child: Child, report: Report) -> None:
+    """Runs a service, and again whenever it dies after having been ready.
+
+    Raises:
+        ServiceDied: it ended before it was ready for the first time.
+    """
+    pause = _FIRST_RESTART_SECONDS
+    while True:
+        begun = time.monotonic()
+        child.process = process = await _start(child)
+        await _follow(child, process, report)
+        status = await process.wait()
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
+        reason = f"{how}: {child.reason}" if child.reason else how
+        if not child.ready.is_set():
+            raise ServiceDied(f"the {child.service.name} could not start ({reason})")
+        if time.monotonic() - begun > _MOST_RESTART_SECONDS:
+            pause = _FIRST_RESTART_SECONDS
+        report(child.service, f"died ({reason}); starting it again in {pause:.0f} s")
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _MOST_RESTART_SECONDS)
+
+
+async def _stop(children: Sequence[Child]) -> None:
+    """Ends the children in the given order, each before the next."""
+    for child in children:
+        process = child.process
+        if process is None or process.returncode is not None:
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            process.kill()
+
+
+@asynccontextmanager
+async def running(children: Sequence[Child], report: Report) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs the children while the block runs. They are ready when it begins.
+
+    Args:
+        children: in the order in which they are to be ended.
+        report: told what happens.
+
+    Yields:
+        A task that never ends by itself, to be awaited by those who stay.
+
+    Raises:
+        ServiceDied: one could not start.
+    """
+
+    async def keep_all_up() -> None:
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(_keep_up(child, report))
+
+    async def all_ready() -> None:
+        for child in children:
+            await child.ready.wait()
+
+    keeper = asyncio.create_task(keep_all_up())
+    starting = asyncio.create_task(all_ready())
+    try:
+        await asyncio.wait({keeper, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if keeper.done():
+            await _raise_first(keeper)
+        yield keeper
+    finally:
+        starting.cancel()
+        keeper.cancel()
+        await asyncio.gather(keeper, starting, return_exceptions=True)
+        await _stop(children)
+
+
+async def _raise_first(keeper: asyncio.Task[None]) -> None:
+    try:
+        await keeper
+    except* ServiceDied as group:
+        raise group.exceptions[0] from None

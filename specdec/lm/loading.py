@@ -1,0 +1,204 @@
+"""Loads a causal language model and its tokenizer from a hub id, a folder or a GGUF file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from specdec.lm.model import CausalLM
+from specdec.lm.tokenizer import TokenizerData
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+# What a layer may be for its state to be rolled back to any earlier length.
+_REWINDABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class ModelLoadError(Exception):
+    """A model cannot be loaded. The message is one line that says what to do."""
+
+
+class LoadedModel(NamedTuple):
+    """A model with what belongs to it."""
+
+    model: CausalLM
+    tokenizer: TokenizerData
+    eos_token_ids: tuple[int, ...]
+    max_context_length: int
+
+
+def load(
+    model_id: str,
+    *,
+    device: str = "auto",
+    dtype: DType = "auto",
+    keep_layers: Sequence[int] | None = None,
+    max_context_length: int | None = None,
+) -> LoadedModel:
+    """Loads a model for inference.
+
+    Args:
+        model_id: a hub id, a folder, or a GGUF file.
+        device: a torch device, or "auto": the first CUDA device if there is one, or the CPU.
+        dtype: "auto" is the checkpoint's dtype on CUDA. On the CPU it is bfloat16 where the
+            processor multiplies it natively, float32 elsewhere.
+        keep_layers: the decoder layers to keep, by index, or None for all. A draft can be made
+            from its own target in this way.
+        max_context_length: a limit below the model's own, or None.
+
+    Raises:
+        ModelLoadError: the files are missing or broken, the architecture is not supported, or the
+            tokenizer does not fit.
+    """
+    _silence_transformers()
+    where: dict[str, Any] = {"pretrained_model_name_or_path": model_id}
+    path = Path(model_id).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {model_id!r}: check the path")
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif path.exists():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(
+                f"{model_id!r} has no config.json: give a model folder, a GGUF file or a hub id"
+            )
+        where = {"pretrained_model_name_or_path": str(path)}
+    elif path.is_absolute() or model_id.startswith((".", "~")) or model_id.count("/") > 1:
+        raise ModelLoadError(f"there is no file or folder {model_id!r}: check the path")
+
+    target_device = _device(device)
+    try:
+        config = AutoConfig.from_pretrained(**where)
+        check_architecture(config)
+        raw_tokenizer = AutoTokenizer.from_pretrained(**where)
+        raw_model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=_dtype(dtype, target_device)
+        )
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        # The library raises dozens of types here; each means that these files do not load.
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise ModelLoadError(
+            f"cannot load {model_id!r}: {cause[:400]} (check the name, the network and that the "
+            "files are complete)"
+        ) from error
+    if raw_model._is_stateful:
+        raise ModelLoadError(_cannot_rewind(config))
+    if keep_layers is not None:
+        _keep_layers(raw_model, keep_layers)
+    raw_model.to(device=target_device)  # type: ignore[call-arg]
+    raw_model.eval()
+
+    if not isinstance(raw_tokenizer, PreTrainedTokenizerFast):
+        raise ModelLoadError(f"{model_id!r}: its tokenizer has no form that can be served as JSON")
+    tokenizer = TokenizerData.from_transformers(raw_tokenizer)
+    rows = raw_model.config.get_text_config().vocab_size
+    if tokenizer.effective_vocab_size > rows:
+        raise ModelLoadError(
+            f"{model_id!r}: its tokenizer has {tokenizer.effective_vocab_size} ids but the model "
+            f"only {rows} embeddings: the files do not belong together"
+        )
+    own_limit = raw_model.config.get_text_config().max_position_embeddings
+    return LoadedModel(
+        CausalLM(raw_model, tokenizer.effective_vocab_size),
+        tokenizer,
+        _eos_token_ids(raw_model, raw_tokenizer.eos_token_id),
+        min(own_limit, max_context_length or own_limit),
+    )
+
+
+def check_architecture(config: PreTrainedConfig) -> None:
+    """Refuses what is not a decoder-only model whose state can be rolled back.
+
+    Raises:
+        ModelLoadError: names the architecture and why it is refused.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        raise ModelLoadError(
+            f"architecture {config.model_type!r} is not supported: only decoder-only causal "
+            "language models are"
+        )
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if layer_types - _REWINDABLE_LAYERS:
+        raise ModelLoadError(_cannot_rewind(config))
+
+
+def _cannot_rewind(config: PreTrainedConfig) -> str:
+    return (
+        f"architecture {config.model_type!r} is not supported: it keeps a recurrent state, which "
+        "cannot be rolled back when drafted tokens are rejected"
+    )
+
+
+def _silence_transformers() -> None:
+    """Keeps the library's progress bars and advice out of the services' logs."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelLoadError(f"device {name!r} cannot be used: {reason}") from error
+    return device
+
+
+def _dtype(name: DType, device: torch.device) -> torch.dtype | Literal["auto"]:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type != "cpu":
+        return "auto"
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _keep_layers(model: PreTrainedModel, keep: Sequence[int]) -> None:
+    """Drops all decoder layers but those at the indices `keep`."""
+    decoder = model.get_decoder()
+    count = len(decoder.layers)
+    if not keep or sorted(set(keep)) != list(keep) or keep[0] < 0 or keep[-1] >= count:
+        raise ModelLoadError(
+            f"keep_layers must be ascending indices from 0 to {count - 1}, got {list(keep)}"
+        )
+    decoder.layers = torch.nn.ModuleList([decoder.layers[index] for index in keep])
+    for index, layer in enumerate(decoder.layers):
+        # The index is the layer's slot in the KV cache.
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
+    config = model.config.get_text_config()
+    config.num_hidden_layers = len(keep)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[index] for index in keep]
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:
+    found: set[int] = set()
+    for source in (model.generation_config, model.config):
+        eos = getattr(source, "eos_token_id", None)
+        found.update([eos] if isinstance(eos, int) else eos or ())
+    if tokenizer_eos is not None:
+        found.add(tokenizer_eos)
+    return tuple(sorted(found))

@@ -1,0 +1,65 @@
+"""A token sequence with the KV cache that holds a prefix of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.lm.model import CausalLM
+
+
+class CachedSequence:
+    """What a session holds: its tokens, and how many of them the model's cache has seen.
+
+    Invariant between calls: the cache holds the first `cached_length` tokens of `tokens`, and at
+    least one token is pending, so that the next forward pass yields logits.
+    """
+
+    def __init__(self, model: CausalLM, token_ids: Sequence[int]) -> None:
+        """Starts with nothing in the cache. `token_ids` must not be empty."""
+        self._model = model
+        self._cache = model.new_cache()
+        self.tokens = list(token_ids)
+
+    @property
+    def cached_length(self) -> int:
+        """How many of the tokens are in the cache."""
+        return self._cache.length
+
+    def prefill(self, max_tokens: int) -> bool:
+        """Feeds up to `max_tokens` pending tokens, but never the last one.
+
+        Returns:
+            Whether more remain to be fed before that last one.
+        """
+        end = min(self.cached_length + max_tokens, len(self.tokens) - 1)
+        if end > self.cached_length:
+            self._model.forward(self._cache, self.tokens[self.cached_length : end], num_logits=1)
+        return self.cached_length < len(self.tokens) - 1
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens at the end. They stay pending."""
+        self.tokens.extend(token_ids)
+
+    def forward(self, num_logits: int = 1) -> torch.Tensor:
+        """Feeds all pending tokens in one pass.
+
+        Returns:
+            [num_logits, effective vocabulary]: the logits that follow the last `num_logits` tokens.
+        """
+        return self._model.forward(self._cache, self.tokens[self.cached_length :], num_logits)
+
+    def commit(self, base_length: int, token_ids: Sequence[int]) -> None:
+        """Makes the sequence its first `base_length` tokens and then `token_ids`.
+
+        What follows `base_length` now (a draft, verified or not) is kept in the cache as far as it
+        agrees with `token_ids`, and rolled back from there on. `token_ids` must not be empty.
+        """
+        held = self.tokens[base_length:]
+        agreeing = 0
+        while agreeing < min(len(held), len(token_ids)) and held[agreeing] == token_ids[agreeing]:
+            agreeing += 1
+        self.tokens[base_length:] = token_ids
+        # The last token stays pending: its logits are what comes next.
+        self._cache.truncate(min(base_length + agreeing, len(self.tokens) - 1))

@@ -1,0 +1,91 @@
+"""Runs a model service: listen, load, warm up, serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc
+import structlog
+
+from specdec.lm.loading import ModelLoadError, load
+from specdec.lm.runtime import ModelRuntime
+from specdec.lm.sequence import CachedSequence
+from specdec.lm.settings import ModelServiceSettings
+from specdec.lm.thread import ModelThread
+from specdec.models.cache import default_target_path, is_pulled
+from specdec.services import Service
+from specdec.serving import StartError, listening
+
+_log = structlog.get_logger()
+
+
+class NeedsRuntime(Protocol):
+    """A servicer that serves once it has a runtime."""
+
+    runtime: ModelRuntime | None
+
+
+async def serve(
+    settings: ModelServiceSettings,
+    *,
+    service: Service,
+    servicer: NeedsRuntime,
+    register: Callable[[grpc.aio.Server], None],
+    keep_layers: Sequence[int] | None = None,
+) -> None:
+    """Serves until cancelled. Health answers while the model loads, NOT_SERVING until it is warm.
+
+    Raises:
+        StartError: the port or the model cannot be had.
+    """
+    model_id = settings.model or embedded_default()
+    thread = ModelThread(settings.num_threads)
+    try:
+        async with listening(settings, service, register) as (port, health):
+            _log.info("loading", model=model_id, address=f"{settings.host}:{port}")
+            loaded, timings = await thread.run(
+                load,
+                model_id,
+                device=settings.device,
+                dtype=settings.dtype,
+                keep_layers=keep_layers,
+                max_context_length=settings.max_context_length,
+            )
+            await thread.run(CachedSequence(loaded.model, [0]).forward)
+            servicer.runtime = ModelRuntime(
+                loaded,
+                thread,
+                model_id=model_id,
+                max_num_draft_tokens=settings.max_num_draft_tokens,
+                prefill_chunk=settings.prefill_chunk,
+            )
+            await health.set(True)
+            _log.info(
+                "ready",
+                model=model_id,
+                device=str(loaded.model.device),
+                dtype=str(loaded.model.dtype).removeprefix("torch."),
+                seconds=round(timings.compute_us / 1e6, 1),
+                tokenizer_sha256=loaded.tokenizer.table_sha256,
+            )
+            await asyncio.Event().wait()
+    except ModelLoadError as error:
+        raise StartError(str(error)) from error
+    finally:
+        thread.close()
+
+
+def embedded_default() -> str:
+    """The folder of the embedded default target.
+
+    Raises:
+        StartError: it has not been pulled.
+    """
+    folder = default_target_path()
+    if not is_pulled(folder):
+        raise StartError(
+            "the default model is not there: run `specdec models pull`, or name one with --model"
+        )
+    return str(folder)

@@ -1,0 +1,32 @@
+"""Settings that both model services have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from specdec.lm.loading import DType
+from specdec.settings import ServiceSettings
+
+
+class ModelServiceSettings(ServiceSettings):
+    """What a service that runs a model can be told, besides what every service can."""
+
+    model: str | None = Field(
+        None, description="hub id, folder or GGUF file; the embedded default if left out"
+    )
+    device: str = Field("auto", description="torch device, for example cpu, cuda or cuda:1")
+    dtype: DType = Field("auto", description="what the weights are converted to")
+    num_threads: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="cores that one operation may use; torch decides if left out"
+    )
+    max_context_length: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="most tokens of a session, if less than the model's own limit"
+    )
+    max_num_draft_tokens: int = Field(
+        32, ge=0, le=256, description="most drafted tokens in one round"
+    )
+    prefill_chunk: int = Field(
+        512, ge=1, description="prompt tokens that one pass takes before others have a turn"
+    )

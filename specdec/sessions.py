@@ -1,0 +1,161 @@
+"""What both model services hold a session's messages against: the wire contract's invariants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from specdec.errors import SpecdecError, Violation
+from specdec.proposals import distributions_fault, num_draft_tokens_fault, token_ids_fault
+from specdec.v1 import common_pb2
+
+PROTOCOL_VERSION = 1
+
+
+class SessionState(Enum):
+    """Where a session stands."""
+
+    OPENING = auto()
+    """Its context is being fed to the model."""
+    READY = auto()
+    """It waits for the next round."""
+    WORKING = auto()
+    """A round is being computed. A session that fails stays here: its stream has ended."""
+
+
+class SessionContract:
+    """The round and the committed length of a session, and the checks of every message on them.
+
+    A message of an old round is stale: dropped and counted. Anything else that does not fit is a
+    contradiction and fails the session.
+    """
+
+    def __init__(self, opening: common_pb2.Open, info: common_pb2.ModelInfo) -> None:
+        """Checks an Open.
+
+        Raises:
+            SpecdecError: INVALID_REQUEST, naming every field that is at fault.
+        """
+        violations = list(_open_violations(opening, info))
+        if violations:
+            raise SpecdecError.invalid(violations)
+        self.state = SessionState.OPENING
+        self.session_id = opening.session_id
+        self.base_length = opening.base_length
+        self.next_round = opening.round
+        self.stale_messages = 0
+        self._info = info
+
+    def begin(self, round_number: int, base_length: int) -> bool:
+        """Takes a message for a round.
+
+        Returns:
+            Whether the message is to be worked on; False if it is stale.
+
+        Raises:
+            SpecdecError: CONTRACT_VIOLATION if base_length is not what the session holds.
+        """
+        if round_number < self.next_round:
+            self.stale_messages += 1
+            return False
+        if base_length != self.base_length:
+            raise self._violation(
+                f"round {round_number} starts from base_length {base_length}, but the session "
+                f"holds {self.base_length} tokens"
+            )
+        self.state = SessionState.WORKING
+        return True
+
+    def end(self, round_number: int, num_committed: int) -> None:
+        """Ends a round that committed `num_committed` tokens."""
+        self.base_length += num_committed
+        self.next_round = round_number + 1
+        self.state = SessionState.READY
+
+    def check_advance(self, token_ids: Sequence[int], num_draft_tokens: int) -> None:
+        """Checks what an Advance commits and asks for.
+
+        Raises:
+            SpecdecError: CONTRACT_VIOLATION.
+        """
+        self._check(token_ids_fault(token_ids, self._info.effective_vocab_size))
+        self._check_room(len(token_ids))
+        self._check(num_draft_tokens_fault(num_draft_tokens, self._info.max_num_draft_tokens))
+
+    def check_candidates(
+        self,
+        token_ids: Sequence[int],
+        distributions: Sequence[common_pb2.SparseDistribution],
+        *,
+        need_distributions: bool,
+    ) -> None:
+        """Checks drafted tokens before they are verified.
+
+        Raises:
+            SpecdecError: CONTRACT_VIOLATION.
+        """
+        self._check(num_draft_tokens_fault(len(token_ids), self._info.max_num_draft_tokens))
+        self._check_room(len(token_ids) + 1)
+        vocab_size = self._info.effective_vocab_size
+        self._check(token_ids_fault(token_ids, vocab_size))
+        if need_distributions:
+            self._check(distributions_fault(token_ids, distributions, vocab_size))
+
+    def _check_room(self, num_tokens: int) -> None:
+        length = self.base_length + num_tokens
+        if length > self._info.max_context_length:
+            limit = self._info.max_context_length
+            self._check(f"{length} tokens are more than the context length of {limit}")
+
+    def _check(self, fault: str | None) -> None:
+        if fault is not None:
+            raise self._violation(fault)
+
+    def _violation(self, message: str) -> SpecdecError:
+        return SpecdecError(
+            common_pb2.ERROR_REASON_CONTRACT_VIOLATION, f"session {self.session_id}: {message}"
+        )
+
+
+def _open_violations(opening: common_pb2.Open, info: common_pb2.ModelInfo) -> list[Violation]:
+    found: list[Violation] = []
+
+    def refuse(field: str, description: str) -> None:
+        found.append(Violation(f"open.{field}", description))
+
+    length = len(opening.prompt_token_ids) + len(opening.committed_token_ids)
+    if not opening.session_id:
+        refuse("session_id", "must not be empty")
+    if not opening.prompt_token_ids:
+        refuse("prompt_token_ids", "must hold at least one id")
+    if length != opening.base_length:
+        refuse("base_length", f"is {opening.base_length}, but {length} token ids came with it")
+    if length >= info.max_context_length:
+        refuse(
+            "prompt_token_ids",
+            f"{length} tokens leave no room in a context of {info.max_context_length}",
+        )
+    for field in ("prompt_token_ids", "committed_token_ids"):
+        fault = token_ids_fault(getattr(opening, field), info.effective_vocab_size)
+        if fault is not None:
+            refuse(field, fault)
+    if opening.acceptance_rule not in info.acceptance_rules:
+        refuse("acceptance_rule", f"{opening.acceptance_rule} is not one that the service has")
+    if opening.num_draft_tokens > info.max_num_draft_tokens:
+        refuse("num_draft_tokens", f"must be at most {info.max_num_draft_tokens}")
+    found += sampling_violations(opening.sampling, "open.sampling")
+    return found
+
+
+def sampling_violations(sampling: common_pb2.Sampling, path: str) -> list[Violation]:
+    """What is wrong with resolved sampling settings; `path` is put before the field names."""
+    checks = (
+        ("temperature", 0.0 <= sampling.temperature <= 100.0, "within [0, 100]"),
+        ("top_p", 0.0 < sampling.top_p <= 1.0, "within (0, 1]"),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0, "within [0, 1]"),
+    )
+    return [
+        Violation(f"{path}.{field}", f"must be {allowed}, got {getattr(sampling, field)}")
+        for field, fits, allowed in checks
+        if not fits
+    ]

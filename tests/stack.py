@@ -1,0 +1,241 @@
+"""Real services on loopback, in this process, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+import gateway.__main__ as gateway_main
+from draft_service.__main__ import DraftSettings
+from draft_service.service import DraftServicer
+from gateway.settings import GatewaySettings
+from specdec import services
+from specdec.cli.health import wait_until_ready
+from specdec.lm.serve import serve
+from specdec.v1 import (
+    common_pb2,
+    draft_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    verifier_pb2_grpc,
+)
+from verifier_service.__main__ import VerifierSettings
+from verifier_service.service import VerifierServicer
+
+RULES = {
+    "rejection": common_pb2.ACCEPTANCE_RULE_REJECTION,
+    "block": common_pb2.ACCEPTANCE_RULE_BLOCK,
+    "coupled": common_pb2.ACCEPTANCE_RULE_COUPLED,
+}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def _service(service: services.Service, port: int, work: Any) -> AsyncIterator[str]:
+    """Runs a service's main coroutine while the block runs. Yields its address once it is ready."""
+    address = f"127.0.0.1:{port}"
+    task = asyncio.create_task(work)
+    try:
+        waiting = asyncio.create_task(wait_until_ready(service, address, 60))
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            waiting.cancel()
+            await task
+        assert waiting.result() is None, waiting.result()
+        yield address
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _model_options(model: Path, options: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"dtype": "float32", "num_threads": 1, "port": free_port(), "grace_seconds": 0.0}
+    return {"model": str(model), **defaults, **options}
+
+
+@asynccontextmanager
+async def verifier(model: Path, **options: Any) -> AsyncIterator[tuple[str, VerifierServicer]]:
+    settings = VerifierSettings(**_model_options(model, options))
+    servicer = VerifierServicer()
+    work = serve(
+        settings,
+        service=services.VERIFIER,
+        servicer=servicer,
+        register=lambda s: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, s),
+    )
+    async with _service(services.VERIFIER, settings.port, work) as address:
+        yield address, servicer
+
+
+@asynccontextmanager
+async def draft(model: Path, **options: Any) -> AsyncIterator[tuple[str, DraftServicer]]:
+    settings = DraftSettings(**_model_options(model, options))
+    servicer = DraftServicer(settings.draft_top_n)
+    work = serve(
+        settings,
+        service=services.DRAFT,
+        servicer=servicer,
+        register=lambda s: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, s),
+        keep_layers=settings.keep_layers,
+    )
+    async with _service(services.DRAFT, settings.port, work) as address:
+        yield address, servicer
+
+
+@dataclass
+class Result:
+    """What a Generate call gave."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
+    chunks: list[gateway_pb2.Chunk] = field(default_factory=list)
+    completion: gateway_pb2.Completion = field(default_factory=gateway_pb2.Completion)
+
+    @property
+    def speculation(self) -> gateway_pb2.SpeculationStatistics:
+        return self.completion.speculation
+
+
+@dataclass
+class Gateway:
+    """A running gateway, and a client of it."""
+
+    address: str
+    channel: grpc.aio.Channel
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        k: int | None = None,
+        rule: str | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        ignore_eos: bool = False,
+        max_new_tokens: int | None = None,
+        **sampling: Any,
+    ) -> gateway_pb2.GenerateRequest:
+        request = gateway_pb2.GenerateRequest(
+            sampling=gateway_pb2.SamplingParams(**sampling),
+            stopping=gateway_pb2.StoppingParams(
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=stop_token_ids,
+                stop_strings=stop_strings,
+                ignore_eos=ignore_eos,
+            ),
+            speculation=gateway_pb2.SpeculationParams(
+                num_draft_tokens=k, acceptance_rule=RULES[rule] if rule else None
+            ),
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        return request
+
+    async def send(self, request: gateway_pb2.GenerateRequest, **call_options: Any) -> Result:
+        """Calls Generate and collects the answer."""
+        result = Result()
+        call = gateway_pb2_grpc.GenerationServiceStub(self.channel).Generate(
+            request, **call_options
+        )
+        try:
+            async for response in call:
+                if response.WhichOneof("event") == "completion":
+                    result.completion = response.completion
+                    continue
+                chunk = response.chunk
+                result.chunks.append(chunk)
+                result.text += chunk.text
+                result.token_ids += chunk.token_ids
+                result.origins += chunk.origins
+                result.token_texts += chunk.token_texts
+        finally:
+            call.cancel()
+        return result
+
+    async def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+        return await self.send(self.request(prompt, **options))
+
+
+@asynccontextmanager
+async def gateway(
+    verifier_address: str, draft_address: str = "", **options: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway. It does not wait for the draft: a first request does that, see `pair`."""
+    settings = GatewaySettings(
+        port=free_port(),
+        verifier_address=verifier_address,
+        draft_address=draft_address,
+        grace_seconds=0.0,
+        **options,
+    )
+    work = gateway_main.serve(settings)
+    async with _service(services.GATEWAY, settings.port, work) as address:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Gateway(address, channel)
+
+
+@dataclass
+class Stack:
+    """The three services."""
+
+    gateway: Gateway
+    verifier: VerifierServicer
+    draft: DraftServicer | None
+
+    async def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+        return await self.gateway.generate(prompt, **options)
+
+
+@asynccontextmanager
+async def pair(
+    target_model: Path,
+    draft_model: Path | None,
+    *,
+    target_options: dict[str, Any] | None = None,
+    draft_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Stack]:
+    """The three services for a pair of models, connected with each other."""
+    async with AsyncExitStack() as stack:
+        verifier_address, verifying = await stack.enter_async_context(
+            verifier(target_model, **(target_options or {}))
+        )
+        draft_address, drafting = "", None
+        if draft_model is not None:
+            draft_address, drafting = await stack.enter_async_context(
+                draft(draft_model, **(draft_options or {}))
+            )
+        running = await stack.enter_async_context(
+            gateway(verifier_address, draft_address, **options)
+        )
+        if draft_model is not None:
+            await drafts_are_used(running)
+        yield Stack(running, verifying, drafting)
+
+
+async def drafts_are_used(running: Gateway) -> None:
+    """Waits until the gateway has shaken hands with its draft."""
+    for _ in range(200):
+        result = await running.generate([1], max_new_tokens=2, k=1, ignore_eos=True)
+        reason = result.speculation.fallback_reason
+        if not reason or reason.startswith("TOKENIZER_MISMATCH"):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"the draft is not used: {reason}")

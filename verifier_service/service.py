@@ -1,0 +1,104 @@
+"""The VerifierService servicer: translates messages and guards the contract."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from specdec.errors import SpecdecError
+from specdec.lm.runtime import ModelRuntime, Session, require
+from specdec.proposals import needs_distributions
+from specdec.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_service.verification import Verifier
+
+_CONTENT_BYTES = 256 * 1024
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
+    """Serves verdicts once `runtime` is set; until then every call is UNAVAILABLE."""
+
+    def __init__(self) -> None:
+        self.runtime: ModelRuntime | None = None
+
+    async def GetModelInfo(
+        self,
+        request: verifier_pb2.VerifierServiceGetModelInfoRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> verifier_pb2.VerifierServiceGetModelInfoResponse:
+        runtime = await require(self.runtime, context)
+        return verifier_pb2.VerifierServiceGetModelInfoResponse(model_info=runtime.info)
+
+    async def GetTokenizer(
+        self,
+        request: verifier_pb2.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[verifier_pb2.GetTokenizerResponse]:
+        tokenizer = (await require(self.runtime, context)).loaded.tokenizer
+        yield verifier_pb2.GetTokenizerResponse(
+            header=verifier_pb2.TokenizerHeader(
+                content_sha256=hashlib.sha256(tokenizer.content).hexdigest(),
+                size_bytes=len(tokenizer.content),
+                chat_template=tokenizer.chat_template,
+                special_tokens=tokenizer.special_tokens,
+            )
+        )
+        for start in range(0, len(tokenizer.content), _CONTENT_BYTES):
+            yield verifier_pb2.GetTokenizerResponse(
+                content=tokenizer.content[start : start + _CONTENT_BYTES]
+            )
+
+    async def Verify(
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.VerifyRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
+        runtime = await require(self.runtime, context)
+        async with runtime.session(request_iterator, context) as session:
+            opening = session.opening
+            verifier = Verifier(session.sequence, opening.sampling, opening.acceptance_rule)
+            yield verifier_pb2.VerifyResponse(opened=session.opened)
+            async for request in request_iterator:
+                candidates = _candidates_of(request)
+                if not session.contract.begin(candidates.round, candidates.base_length):
+                    continue
+                yield await self._verify(runtime, session, verifier, candidates)
+
+    async def _verify(
+        self,
+        runtime: ModelRuntime,
+        session: Session,
+        verifier: Verifier,
+        candidates: verifier_pb2.Candidates,
+    ) -> verifier_pb2.VerifyResponse:
+        token_ids = list(candidates.token_ids)
+        distributions = list(candidates.distributions)
+        contract = session.contract
+        contract.check_candidates(
+            token_ids,
+            distributions,
+            need_distributions=needs_distributions(
+                session.opening.sampling, session.opening.acceptance_rule
+            ),
+        )
+        (n, y), timings = await runtime.thread.run(verifier.verify, token_ids, distributions)
+        contract.end(candidates.round, n + 1)
+        return verifier_pb2.VerifyResponse(
+            verdict=verifier_pb2.Verdict(
+                round=candidates.round,
+                base_length=candidates.base_length,
+                num_accepted=n,
+                token_ids=[*token_ids[:n], y],
+                timings=timings,
+            )
+        )
+
+
+def _candidates_of(request: verifier_pb2.VerifyRequest) -> verifier_pb2.Candidates:
+    if request.WhichOneof("message") != "candidates":
+        raise SpecdecError(
+            common_pb2.ERROR_REASON_CONTRACT_VIOLATION, "only Candidates may follow the Open"
+        )
+    return request.candidates
