@@ -186,9 +186,11 @@ async def gateway(
         **options,
     )
     work = gateway_main.serve(settings)
-    async with _service(services.GATEWAY, settings.port, work) as address:
-        async with grpc.aio.insecure_channel(address) as channel:
-            yield Gateway(address, channel)
+    async with (
+        _service(services.GATEWAY, settings.port, work) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield Gateway(address, channel)
 
 
 @dataclass

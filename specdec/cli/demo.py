@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from typing import Annotated
 
@@ -11,8 +10,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli import generate, models, up
+from specdec.cli import foreground, models, pair
+from specdec.cli.client import Result, explain
+from specdec.cli.display import legend, show
 from specdec.cli.supervisor import ServiceDied, running
+from specdec.cli.terminal import fail, tell
 from specdec.models.cache import default_target_path, is_pulled
 from specdec.models.child import ModelPullError
 from specdec.v1 import gateway_pb2
@@ -24,44 +26,42 @@ def demo(
     ] = "Write a Python function that reverses a string.",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
 ) -> None:
-    """Pull the default model, start the three services, stream one answer, stop them."""
-    console = Console(highlight=False, soft_wrap=True)
+    """Pull the default model, stream one answer, clean up."""
     if not is_pulled(default_target_path()):
         try:
             models.pull_with_progress()
         except ModelPullError as error:
-            console.print(Text(f"error: {error}", "red"))
-            raise typer.Exit(1) from None
-    options = ("--num-threads", str(up.shared_cores()))
-    pair = up.children(
+            fail(str(error))
+    options = ("--num-threads", str(pair.shared_cores()))
+    children = pair.children(
         target=None, draft=None, ports=_free_ports(3), target_options=options, draft_options=options
     )
-    port = pair[0].arguments[1]
+    address = f"127.0.0.1:{children[0].port}"
     request = gateway_pb2.GenerateRequest(
         chat=gateway_pb2.ChatInput(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
         sampling=gateway_pb2.SamplingParams(temperature=0.0),
         stopping=gateway_pb2.StoppingParams(max_new_tokens=max_new_tokens),
     )
+    console = Console(highlight=False, soft_wrap=True)
 
-    async def play() -> generate.Result:
-        async with running(pair, up.reporter(console)):
+    async def play() -> Result:
+        tell(console, "Starting three services; the models take some seconds.")
+        async with running(children, pair.reporter(console)):
             console.print(Text(f"\n{prompt}\n", "bold"))
-            return await generate.show(f"127.0.0.1:{port}", request, console)
+            return await show(address, request, console)
 
     try:
-        result = asyncio.run(play())
+        result = foreground.run(play(), lambda: tell(console, "\nstopping"))
     except ServiceDied as error:
-        console.print(Text(f"error: {error}", "red"))
-        raise typer.Exit(1) from None
+        fail(str(error))
     except grpc.aio.AioRpcError as error:
-        console.print(Text(f"error: {generate.explain(error, f'127.0.0.1:{port}')}", "red"))
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        console.print("\nstopped")
-        raise typer.Exit(130) from None
+        fail(explain(error, address))
+    except foreground.Stopped as stopped:
+        raise typer.Exit(stopped.exit_code) from None
     console.print()
-    if console.is_terminal:
-        console.print(generate.legend())
+    colours = legend(console)
+    if colours is not None:
+        console.print(colours)
     console.print(Text(result.summary()))
     console.print("The services are stopped. `specdec up` keeps them running.")
 

@@ -11,6 +11,7 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec import services
+from specdec.cli.client import open_channel
 
 _CHECK_SECONDS = 2.0
 _POLL_SECONDS = 0.2
@@ -18,17 +19,26 @@ _POLL_SECONDS = 0.2
 
 async def check(service: services.Service, address: str) -> str | None:
     """Why a service is not ready, or None if it is."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service.full_name)
         try:
             response = await stub.Check(request, timeout=_CHECK_SECONDS)
         except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.NOT_FOUND:
-                return f"what listens there is not the {service.name}"
-            return f"unreachable ({error.code().name})"
-    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
-    return None if name == "SERVING" else name
+            return _explain(error.code(), service)
+    return None if response.status == health_pb2.HealthCheckResponse.SERVING else "not ready yet"
+
+
+def _explain(code: grpc.StatusCode, service: services.Service) -> str:
+    match code:
+        case grpc.StatusCode.NOT_FOUND | grpc.StatusCode.UNIMPLEMENTED:
+            return f"what listens there is not the {service.name}"
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"no answer within {_CHECK_SECONDS:.0f} s"
+        case grpc.StatusCode.UNAVAILABLE:
+            return "nothing answers there"
+        case _:
+            return f"not reachable ({code.name})"
 
 
 async def wait_until_ready(service: services.Service, address: str, seconds: float) -> str | None:
@@ -44,17 +54,19 @@ async def wait_until_ready(service: services.Service, address: str, seconds: flo
 def health(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SERVICE]...", help="gateway, draft, verifier; all if left out"),
+        typer.Argument(metavar="SERVICE", help="gateway, draft, verifier; all if left out."),
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for them to become ready.")] = 0.0,
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for them to become ready.")
+    ] = 0.0,
     gateway: Annotated[
-        str, typer.Option(help="Address of the gateway.")
+        str, typer.Option(help="host:port of the gateway.")
     ] = f"127.0.0.1:{services.GATEWAY.port}",
     draft: Annotated[
-        str, typer.Option(help="Address of the draft service.")
+        str, typer.Option(help="host:port of the draft.")
     ] = f"127.0.0.1:{services.DRAFT.port}",
     verifier: Annotated[
-        str, typer.Option(help="Address of the verifier service.")
+        str, typer.Option(help="host:port of the verifier.")
     ] = f"127.0.0.1:{services.VERIFIER.port}",
 ) -> None:
     """Exit with 0 if the services are ready, with 1 if any is not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib import import_module
 
 import typer
@@ -15,10 +17,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help and errors, as the services have them; they fit a narrow window and a pipe.
+    rich_markup_mode=None,
 )
-app.command("generate")(generate.generate)
-app.command("up")(up.up)
 app.command("demo")(demo.demo)
+app.command("up")(up.up)
+app.command("generate")(generate.generate)
 app.command("health")(health.health)
 app.add_typer(models.app, name="models")
 
@@ -45,4 +49,7 @@ for _service, _package in _PACKAGES.items():
 
 def main() -> None:
     """The entry point."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Text that the terminal's encoding does not have is better escaped than an error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()

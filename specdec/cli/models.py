@@ -12,7 +12,7 @@ from specdec.models.cache import DEFAULT_TARGET_NAME, default_target_path, is_pu
 from specdec.models.child import ModelPullError
 from specdec.models.pull import pull_default_target
 
-app = typer.Typer(help="Fetch and list models.", no_args_is_help=True)
+app = typer.Typer(help="Fetch and list models.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
@@ -43,7 +43,7 @@ def pull(
 
 @app.command("list")
 def list_models() -> None:
-    """Show the models that `pull` can fetch, whether they are here, and where."""
+    """Show which models can be pulled, and where they are."""
     folder = default_target_path()
     state = "pulled" if is_pulled(folder) else "not pulled"
     typer.echo(f"{DEFAULT_TARGET_NAME}  {state}  {folder}")

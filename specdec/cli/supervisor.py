@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -30,21 +31,41 @@ class ServiceDied(Exception):
 
 @dataclass
 class Child:
-    """A service to run: `python -m package` with arguments."""
+    """A service to run: `python -m package` on a port of loopback, with further arguments."""
 
     service: Service
     package: str
+    port: int
     arguments: Sequence[str]
+    peers: frozenset[str] = frozenset()
+    """The services that it must have found before it counts as ready."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    reason: str = ""
-    """The last thing that it said that explains its end."""
     process: asyncio.subprocess.Process | None = None
+
+    async def end(self) -> None:
+        """Ends the process, in order if it does not take too long."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Ends the process at once. Does nothing if it has ended."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
 
 
 async def _start(child: Child) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", child.package, *child.arguments, "--log-format", "json"),
+        *("-m", child.package, "--port", str(child.port), "--log-format", "json"),
+        *child.arguments,
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         # Ctrl-C in the terminal is for the supervisor, which then ends its children in order.
@@ -54,24 +75,42 @@ async def _start(child: Child) -> asyncio.subprocess.Process:
     )
 
 
-async def _follow(child: Child, process: asyncio.subprocess.Process, report: Report) -> None:
-    """Turns the child's log into lines for people, until it ends."""
+async def _follow(child: Child, process: asyncio.subprocess.Process, report: Report) -> str:
+    """Turns the child's log into lines for people, until it ends. Returns its last words."""
     assert process.stderr is not None
-    async for raw in process.stderr:
-        line = raw.decode(errors="replace").rstrip()
+    last_words = ""
+    missing = {child.service.name, *child.peers}
+    async for line in _lines(process.stderr):
         try:
             event = json.loads(line)
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            # Not from the log: the last words of a process that could not start.
-            child.reason = line.removeprefix("error: ") or child.reason
+            # Not from the log: why it could not start, or what a library printed.
+            last_words = line.removeprefix("error: ")
             continue
         text = _line_for_people(event)
         if text:
             report(child.service, text)
         if event.get("event") == "ready":
+            last_words = ""
+            missing.discard(child.service.name)
+        elif event.get("event") == "peer" and event.get("state") != "CONNECTING":
+            missing.discard(event.get("peer", ""))
+        if not missing:
             child.ready.set()
+    return last_words
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length, without the empty ones. A progress bar that is redrawn is many."""
+    pending = b""
+    while read := await stream.read(1 << 16):
+        *whole, pending = re.split(rb"[\r\n]+", pending + read)
+        for line in filter(None, whole):
+            yield line.decode(errors="replace").rstrip()
+    if pending:
+        yield pending.decode(errors="replace").rstrip()
 
 
 def _line_for_people(event: dict[str, Any]) -> str:
@@ -84,7 +123,9 @@ def _line_for_people(event: dict[str, Any]) -> str:
             return f"ready after {event['seconds']} s: {event['dtype']} on {event['device']}"
         case "ready":
             return "ready"
-        case "peer" if event.get("state") != "READY":
+        case "peer" if event.get("state") == "READY":
+            return f"{event['peer']}: connected"
+        case "peer":
             return f"{event['peer']}: {event['reason']}"
         case "no speculation":
             return f"no speculation: {event['reason']}"
@@ -103,10 +144,12 @@ async def _keep_up(child: Child, report: Report) -> None:
     while True:
         begun = time.monotonic()
         child.process = process = await _start(child)
-        await _follow(child, process, report)
+        last_words = await _follow(child, process, report)
         status = await process.wait()
-        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
-        reason = f"{how}: {child.reason}" if child.reason else how
+        reason = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
+        # Nobody who is killed by SIGKILL has a last word.
+        if last_words and status != -signal.SIGKILL:
+            reason += f": {last_words}"
         if not child.ready.is_set():
             raise ServiceDied(f"the {child.service.name} could not start ({reason})")
         if time.monotonic() - begun > _MOST_RESTART_SECONDS:
@@ -116,26 +159,14 @@ async def _keep_up(child: Child, report: Report) -> None:
         pause = min(2 * pause, _MOST_RESTART_SECONDS)
 
 
-async def _stop(children: Sequence[Child]) -> None:
-    """Ends the children in the given order, each before the next."""
-    for child in children:
-        process = child.process
-        if process is None or process.returncode is not None:
-            continue
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-        except TimeoutError:
-            process.kill()
-
-
 @asynccontextmanager
 async def running(children: Sequence[Child], report: Report) -> AsyncIterator[asyncio.Task[None]]:
     """Runs the children while the block runs. They are ready when it begins.
 
+    None is left when it has ended. To cancel that again kills those that have not ended yet.
+
     Args:
-        children: in the order in which they are to be ended.
+        children: in the order in which they are to be ended, each before the next.
         report: told what happens.
 
     Yields:
@@ -164,8 +195,12 @@ async def running(children: Sequence[Child], report: Report) -> AsyncIterator[as
     finally:
         starting.cancel()
         keeper.cancel()
-        await asyncio.gather(keeper, starting, return_exceptions=True)
-        await _stop(children)
+        try:
+            await asyncio.gather(keeper, starting, return_exceptions=True)
+            for child in children:
+                await child.end()
+        finally:
+            await asyncio.gather(*(child.kill() for child in children))
 
 
 async def _raise_first(keeper: asyncio.Task[None]) -> None:

@@ -2,89 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
+import socket
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from specdec import services
-from specdec.cli.supervisor import Child, Report, ServiceDied, running
+from specdec.cli import foreground, pair
+from specdec.cli.generate import Rule
+from specdec.cli.supervisor import Child, ServiceDied, running
+from specdec.cli.terminal import fail, tell
 from specdec.models.cache import default_target_path, is_pulled
-
-_COLOURS = {services.GATEWAY: "cyan", services.DRAFT: "green", services.VERIFIER: "magenta"}
-
-
-def reporter(console: Console) -> Report:
-    """Prints what happens to a service, one line each."""
-
-    def report(service: services.Service, line: str) -> None:
-        console.print(Text(f"{service.name:9}", _COLOURS[service]), Text(line))
-
-    return report
-
-
-def children(
-    *,
-    target: str | None,
-    draft: str | None,
-    ports: Sequence[int],
-    target_options: Sequence[str] = (),
-    draft_options: Sequence[str] = (),
-    gateway_options: Sequence[str] = (),
-) -> list[Child]:
-    """The services of a pair of models, in the order in which they are to be ended.
-
-    Args:
-        target: hub id, folder or GGUF file; None for the embedded default pair.
-        draft: likewise; None with a target means plain decoding.
-        ports: of gateway, draft and verifier.
-        target_options: further arguments for the verifier.
-        draft_options: likewise for the draft.
-        gateway_options: likewise for the gateway.
-    """
-    gateway_port, draft_port, verifier_port = map(str, ports)
-    with_draft = draft is not None or target is None
-    found = [
-        Child(
-            services.GATEWAY,
-            "gateway",
-            (
-                *("--port", gateway_port, "--verifier-address", f"127.0.0.1:{verifier_port}"),
-                *("--draft-address", f"127.0.0.1:{draft_port}" if with_draft else ""),
-                *gateway_options,
-            ),
-        )
-    ]
-    if with_draft:
-        model = ("--model", draft) if draft else ()
-        found.append(
-            Child(services.DRAFT, "draft_service", ("--port", draft_port, *model, *draft_options))
-        )
-    model = ("--model", target) if target else ()
-    found.append(
-        Child(
-            services.VERIFIER,
-            "verifier_service",
-            ("--port", verifier_port, *model, *target_options),
-        )
-    )
-    return found
-
-
-def shared_cores() -> int:
-    """How many cores each of the two model services should use on a CPU."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def up(
     target: Annotated[
         str | None,
-        typer.Option(help="Target model: hub id, folder or GGUF file. [embedded default]"),
+        typer.Option(help="Target model: hub id, folder or GGUF file. [the embedded default]"),
     ] = None,
     draft: Annotated[
         str | None,
@@ -98,27 +34,27 @@ def up(
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Cores for each model. [half of them]")
     ] = None,
-    rule: Annotated[
-        str, typer.Option(help="Default acceptance rule: rejection, block or coupled.")
-    ] = "coupled",
+    rule: Annotated[Rule, typer.Option(help="Default acceptance rule.")] = Rule.COUPLED,
     num_draft_tokens: Annotated[
         int, typer.Option("-k", "--num-draft-tokens", min=0, help="Default drafted tokens a round.")
     ] = 5,
-    gateway_port: Annotated[int, typer.Option(help="Port of the gateway.")] = services.GATEWAY.port,
-    draft_port: Annotated[int, typer.Option(help="Port of the draft.")] = services.DRAFT.port,
+    gateway_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the gateway.")
+    ] = services.GATEWAY.port,
+    draft_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the draft.")
+    ] = services.DRAFT.port,
     verifier_port: Annotated[
-        int, typer.Option(help="Port of the verifier.")
+        int, typer.Option(min=1, max=65535, help="Port of the verifier.")
     ] = services.VERIFIER.port,
 ) -> None:
-    """Start draft, verifier and gateway on this machine, and keep them up until Ctrl-C."""
-    console = Console(highlight=False, soft_wrap=True)
+    """Keep all three services up on this machine until Ctrl-C."""
     if target is None and draft is not None:
-        raise typer.BadParameter("name the --target that this --draft is for")
+        raise typer.BadParameter("name the --target that it is for", param_hint="--draft")
     if target is None and not is_pulled(default_target_path()):
-        console.print("error: the default model is not there: run `specdec models pull` first")
-        raise typer.Exit(1)
-    common = ("--dtype", dtype, "--num-threads", str(num_threads or shared_cores()))
-    pair = children(
+        fail("the default model is not there: run `specdec models pull` first")
+    common = ("--dtype", dtype, "--num-threads", str(num_threads or pair.shared_cores()))
+    children = pair.children(
         target=target,
         draft=draft,
         ports=(gateway_port, draft_port, verifier_port),
@@ -126,25 +62,47 @@ def up(
         draft_options=(*common, "--device", draft_device),
         gateway_options=("--acceptance-rule", rule, "--num-draft-tokens", str(num_draft_tokens)),
     )
-
-    async def stay() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        async with running(pair, reporter(console)) as keeper:
-            default = gateway_port == services.GATEWAY.port
-            address = "" if default else f" --address 127.0.0.1:{gateway_port}"
-            console.print(f'\nReady. Try: specdec generate{address} "Once upon a time"')
-            if len(pair) < len(services.ALL):
-                console.print("There is no --draft, so every token is decoded plainly.")
-            console.print("Ctrl-C stops all three.\n" if len(pair) > 2 else "Ctrl-C stops both.\n")
-            await keeper
-
+    _refuse_taken_ports(children)
+    console = Console(highlight=False, soft_wrap=True)
     try:
-        asyncio.run(stay())
+        foreground.run(
+            _stay(children, console),
+            lambda: tell(console, "\nstopping: calls may finish; Ctrl-C again ends them"),
+        )
     except ServiceDied as error:
-        console.print(Text(f"error: {error}", "red"))
-        raise typer.Exit(1) from None
-    except asyncio.CancelledError:
-        console.print("stopped")
+        fail(str(error))
+    except foreground.Stopped:
+        tell(console, "stopped")
+
+
+async def _stay(children: Sequence[Child], console: Console) -> None:
+    tell(console, "Starting; the models take some seconds.")
+    async with running(children, pair.reporter(console)) as keeper:
+        port = children[0].port
+        address = "" if port == services.GATEWAY.port else f" --address 127.0.0.1:{port}"
+        tell(console, f'\nReady. Try: specdec generate{address} "Once upon a time"')
+        if len(children) < len(services.ALL):
+            tell(console, "There is no --draft, so every token is decoded plainly.")
+        tell(console, f"Ctrl-C stops {'all three' if len(children) > 2 else 'both'}.\n")
+        await keeper
+
+
+def _refuse_taken_ports(children: Sequence[Child]) -> None:
+    """Fails at once and by the name of a flag, where a service would after loading its model."""
+    sockets = []
+    try:
+        for child in children:
+            sockets.append(probe := socket.socket())
+            # As the services do, or what a stopped one leaves behind would look like a service.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", child.port))
+            probe.listen()
+    except OSError as error:
+        name = child.service.name
+        fail(
+            f"the {name} cannot listen on 127.0.0.1:{child.port} ({error.strerror}): "
+            f"choose another port with --{name}-port, or stop what has this one"
+        )
+    finally:
+        for probe in sockets:
+            probe.close()

@@ -1,0 +1,70 @@
+"""The child services that serve a pair of models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from specdec import services
+from specdec.cli.supervisor import Child, Report
+from specdec.cli.terminal import tell
+
+_COLOURS = {services.GATEWAY: "cyan", services.DRAFT: "green", services.VERIFIER: "magenta"}
+
+
+def children(
+    *,
+    target: str | None,
+    draft: str | None,
+    ports: Sequence[int],
+    target_options: Sequence[str] = (),
+    draft_options: Sequence[str] = (),
+    gateway_options: Sequence[str] = (),
+) -> list[Child]:
+    """The services of a pair of models, in the order in which they are to be ended.
+
+    Args:
+        target: hub id, folder or GGUF file; None for the embedded default pair.
+        draft: likewise; None with a target means plain decoding.
+        ports: of gateway, draft and verifier.
+        target_options: further arguments for the verifier.
+        draft_options: likewise for the draft.
+        gateway_options: likewise for the gateway.
+    """
+    gateway_port, draft_port, verifier_port = ports
+    gateway_arguments = ["--verifier-address", f"127.0.0.1:{verifier_port}", *gateway_options]
+    peers = {services.VERIFIER.name}
+    models = [
+        Child(
+            services.VERIFIER,
+            "verifier_service",
+            verifier_port,
+            (*(("--model", target) if target else ()), *target_options),
+        )
+    ]
+    if draft is not None or target is None:
+        gateway_arguments += ["--draft-address", f"127.0.0.1:{draft_port}"]
+        peers.add(services.DRAFT.name)
+        arguments = (*(("--model", draft) if draft else ()), *draft_options)
+        models.insert(0, Child(services.DRAFT, "draft_service", draft_port, arguments))
+    else:
+        gateway_arguments += ["--draft-address", ""]
+    gateway = Child(services.GATEWAY, "gateway", gateway_port, gateway_arguments, frozenset(peers))
+    return [gateway, *models]
+
+
+def shared_cores() -> int:
+    """How many cores each of the two model services should use on a CPU."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def reporter(console: Console) -> Report:
+    """Prints what happens to a service, one line each."""
+
+    def report(service: services.Service, line: str) -> None:
+        tell(console, Text(f"{service.name:9}", _COLOURS[service]), Text(line))
+
+    return report
