@@ -35,7 +35,6 @@ class Drafter:
         self._sampling = sampling
         self._rule = rule
         self._top_n = top_n
-        self._seed = seed_tensor(sampling.seed)
 
     def propose(self, num_draft_tokens: int) -> Draft:
         """Drafts tokens on top of the sequence, one forward pass each.
@@ -46,7 +45,7 @@ class Drafter:
         base_length = len(self._sequence.tokens)
         draft = Draft([], [])
         for position in range(base_length, base_length + num_draft_tokens):
-            logits = self._sequence.forward()[-1].cpu()
+            logits = self._sequence.forward()[-1]
             token_id, q = self._sample(logits, position, base_length)
             if q is not None:
                 draft.distributions.append(q)
@@ -60,12 +59,12 @@ class Drafter:
         if is_greedy(self._sampling):
             return int(logits.argmax()), None
         scores = process(logits, self._sampling)
+        seed = seed_tensor(self._sampling.seed, scores.device)
         if self._rule == common_pb2.ACCEPTANCE_RULE_COUPLED:
-            noise = gumbel(
-                key(self._seed, Stream.COUPLED, position), torch.arange(scores.shape[-1])
-            )
+            vocabulary = torch.arange(scores.shape[-1], device=scores.device)
+            noise = gumbel(key(seed, Stream.COUPLED, position), vocabulary)
             return int((scores + noise).argmax()), None
-        u = uniform(key(self._seed, Stream.DRAFT, position, base_length))
+        u = uniform(key(seed, Stream.DRAFT, position, base_length))
         return sample_sparse(scores, self._top_n, u)
 
 

@@ -32,9 +32,8 @@ async def serve(config: GatewaySettings) -> None:
         asyncio.TaskGroup() as tasks,
     ):
         _log.info("listening", address=f"{config.host}:{port}")
-        tasks.create_task(verifier.stay_connected())
-        if draft is not None:
-            tasks.create_task(draft.stay_connected())
+        for peer in filter(None, (verifier, draft)):
+            tasks.create_task(peer.stay_connected())
         while True:
             await changed.wait()
             changed.clear()

@@ -33,6 +33,7 @@ from specdec.v1 import (
 _log = structlog.get_logger()
 
 _CALL_SECONDS = 10.0
+_QUIET_SECONDS = 10.0
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A peer that restarts is found again within a second or two, not after minutes of backoff.
@@ -80,30 +81,30 @@ class Peer:
         self._channel = grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
         self._on_change = on_change
         self._lost = asyncio.Event()
+        self._complained = False
 
     async def _handshake(self) -> None:
         """One attempt. Raises AioRpcError to be tried again, Refused if the peer does not fit."""
         raise NotImplementedError
 
     async def stay_connected(self) -> None:
-        """Makes the handshake, and makes it anew whenever `lost` was called. Never returns."""
-        while True:
-            await self._shake_hands()
-            self._lost.clear()
-            if self.state is PeerState.REFUSED:
-                # It may be replaced by one that fits without any call having failed.
-                await asyncio.sleep(_CALL_SECONDS)
-            else:
-                await self._lost.wait()
-                self._set(PeerState.CONNECTING, f"lost {self._address}, reconnecting")
+        """Makes the handshake, and makes it anew whenever `lost` was called, until cancelled."""
+        try:
+            while True:
+                await self._shake_hands()
+                self._lost.clear()
+                if self.state is PeerState.REFUSED:
+                    # It may be replaced by one that fits without any call having failed.
+                    await asyncio.sleep(_CALL_SECONDS)
+                else:
+                    await self._lost.wait()
+                    self._set(PeerState.CONNECTING, f"lost {self._address}, reconnecting")
+        finally:
+            await self._channel.close()
 
     def lost(self) -> None:
         """Says that a call failed in a way that a restart of the peer would explain."""
         self._lost.set()
-
-    async def close(self) -> None:
-        """Closes the channel."""
-        await self._channel.close()
 
     async def _shake_hands(self) -> None:
         attempts = tenacity.AsyncRetrying(
@@ -120,13 +121,19 @@ class Peer:
 
     def _explain(self, retry: tenacity.RetryCallState) -> None:
         error = retry.outcome.exception() if retry.outcome else None
-        if isinstance(error, grpc.aio.AioRpcError):
-            self.reason = f"{self._address}: {describe(error)}"
+        if not isinstance(error, grpc.aio.AioRpcError):
+            return
+        reason = f"{self._address}: {describe(error)}"
+        # Services start in any order: the first seconds without a peer are nothing to report.
+        if (retry.seconds_since_start or 0.0) > _QUIET_SECONDS and not self._complained:
+            self._complained = True
+            _log.warning("still connecting", peer=self.name, error=reason)
+        self.reason = reason
 
     def _set(self, state: PeerState, reason: str) -> None:
         if (state, reason) == (self.state, self.reason):
             return
-        self.state, self.reason = state, reason
+        self.state, self.reason, self._complained = state, reason, False
         log = _log.warning if state is PeerState.REFUSED else _log.info
         log("peer", peer=self.name, address=self._address, state=state.name, reason=reason)
         self._on_change()

@@ -61,7 +61,12 @@ class Speculation:
 async def run_rounds(
     verifier: VerifyStream, speculation: Speculation, output: Output, statistics: Statistics
 ) -> AsyncIterator[gateway_pb2.Chunk]:
-    """Generates until the output is finished. Yields what each round commits."""
+    """Generates until the output is finished. Yields what each round commits.
+
+    The target has the prompt before the first proposal is waited for, so that a draft is not given
+    up for a long prompt that takes both of them a while.
+    """
+    statistics.add_verify_time(await verifier.opened())
     while not output.finished:
         # A round commits one token more than it has drafted, and none past the limit.
         k = _clamp(speculation.num_draft_tokens, output)

@@ -61,7 +61,11 @@ class Statistics:
         for position in range(num_draft_tokens):
             message.drafted_per_position[position] += 1
             message.accepted_per_position[position] += position < num_accepted
-        message.verify_us += verify.timings.compute_us
+        self.add_verify_time(verify)
+
+    def add_verify_time(self, verify: Exchange) -> None:
+        """Counts the time of a verdict, or of the opening's prefill."""
+        self._message.verify_us += verify.timings.compute_us
         self._add_wire(verify)
 
     def add_proposal(self, draft: Exchange) -> None:

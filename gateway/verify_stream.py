@@ -46,8 +46,20 @@ class VerifyStream:
         Raises:
             SpecdecError: the stream broke.
         """
+        self._stopwatch.start()
         with _verifier_errors():
             await self._call.write(verifier_pb2.VerifyRequest(open=self._opening))
+
+    async def opened(self) -> Exchange:
+        """Waits until the prompt is in the verifier's cache. To be called once, after `open`.
+
+        Raises:
+            SpecdecError: the stream broke.
+        """
+        with _verifier_errors():
+            opened = (await self._read()).opened
+        self.cached_tokens = opened.cached_tokens
+        return self._stopwatch.stop(opened.timings)
 
     async def verdict(self, proposal: draft_pb2.Proposal) -> tuple[verifier_pb2.Verdict, Exchange]:
         """Has a proposal verified, and moves on to the next round.
@@ -64,7 +76,7 @@ class VerifyStream:
         )
         with _verifier_errors():
             await self._call.write(verifier_pb2.VerifyRequest(candidates=candidates))
-            verdict = await self._read_verdict()
+            verdict = (await self._read()).verdict
         fault = self._fault(verdict, candidates)
         if fault is not None:
             raise SpecdecError(common_pb2.ERROR_REASON_CONTRACT_VIOLATION, f"verifier: {fault}")
@@ -76,17 +88,13 @@ class VerifyStream:
         """Ends the session, at once and without waiting."""
         self._call.cancel()
 
-    async def _read_verdict(self) -> verifier_pb2.Verdict:
-        while True:
-            response = await self._call.read()
-            if not isinstance(response, verifier_pb2.VerifyResponse):
-                raise SpecdecError(
-                    common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE, "the verifier ended the stream"
-                )
-            if response.WhichOneof("message") == "verdict":
-                return response.verdict
-            self._stopwatch.include(response.opened.timings)
-            self.cached_tokens = response.opened.cached_tokens
+    async def _read(self) -> verifier_pb2.VerifyResponse:
+        response = await self._call.read()
+        if not isinstance(response, verifier_pb2.VerifyResponse):
+            raise SpecdecError(
+                common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE, "the verifier ended the stream"
+            )
+        return response
 
     def _fault(
         self, verdict: verifier_pb2.Verdict, candidates: verifier_pb2.Candidates

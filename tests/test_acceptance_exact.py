@@ -402,6 +402,14 @@ def test_a_batch_without_drafts_works(rule: str) -> None:
     assert torch.equal(outcome.next_token, acceptance.draw(p.squeeze(-2), u))
 
 
+def test_without_a_draft_no_probability_is_left_to_compare_a_coin_with() -> None:
+    p, q = torch.rand(6, 1, 4).double(), torch.empty(6, 0, 4).double()
+    x = torch.empty(6, 0, dtype=torch.int64)
+    assert acceptance.rejection_probabilities(p, q, x).shape == (6, 0)
+    assert acceptance.block_probabilities(p, q, x).shape == (6, 0)
+    assert acceptance.prefix_probabilities(p, q, x).tolist() == [[1.0]] * 6
+
+
 def test_greedy_and_coupled_work_without_a_draft() -> None:
     scores = torch.tensor([[0.0, 2.0, 1.0]], dtype=torch.float64)
     noise = torch.tensor([[3.0, 0.0, 0.5]], dtype=torch.float64)

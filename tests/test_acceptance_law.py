@@ -21,13 +21,13 @@ import pytest
 import torch
 from scipy import stats
 
-from draft_service.drafting import Drafter
+from draft_service.drafting import Drafter, sample_sparse
 from specdec.lm.randomness import Stream, gumbel, key, uniform
 from specdec.v1 import common_pb2
 from specdec.v1.common_pb2 import Sampling
 from tests.simulator import START, Result, Simulator
 from verifier_service import acceptance
-from verifier_service.verification import Verifier
+from verifier_service.verification import Verifier, densify
 
 DRAWS = 200_000
 SEEDS = torch.arange(DRAWS) + 2**40
@@ -178,6 +178,36 @@ def test_the_simulator_gives_the_tokens_of_drafter_and_verifier(
         tokens, accepted = generate_with_services(rule, "near", k, settings, 7)
         assert tokens == result.tokens[row].tolist()
         assert accepted == result.first_accepted[row]
+
+
+def test_a_drafted_token_is_drawn_from_exactly_what_is_sent() -> None:
+    """Right below and right above every step of the float32 numbers that cross the wire."""
+    scores = logits_of("near", 64)[START].double()
+    sent = sample_sparse(scores, 16, torch.zeros(()).double())[1]
+    total = math.fsum(sent.probabilities)
+    for i in range(15):
+        step = math.fsum(sent.probabilities[: i + 1]) / total
+        for offset, index in [(-1e-12, i), (1e-12, i + 1)]:
+            u = torch.tensor(step + offset, dtype=torch.float64)
+            assert sample_sparse(scores, 16, u)[0] == sent.token_ids[index]
+
+
+def test_what_is_sent_holds_no_token_of_probability_zero() -> None:
+    # Filtered, and too unlikely for float32.
+    scores = torch.tensor([-200.0, 0.0, -torch.inf, -1.0], dtype=torch.float64)
+    for u in (0.0, 0.5, 1.0 - 2.0**-53):
+        token, sent = sample_sparse(scores, 4, torch.tensor(u, dtype=torch.float64))
+        assert list(sent.token_ids) == [1, 3]
+        assert token in sent.token_ids
+
+
+def test_the_verifier_normalises_each_sparse_distribution_by_its_own_sum() -> None:
+    sent = [
+        common_pb2.SparseDistribution(token_ids=[3, 0], probabilities=[1.0, 3.0]),
+        common_pb2.SparseDistribution(token_ids=[1], probabilities=[0.5]),
+    ]
+    assert densify(sent, 4).tolist() == [[0.75, 0.0, 0.0, 0.25], [0.0, 1.0, 0.0, 0.0]]
+    assert densify([], 4).shape == (0, 4)
 
 
 # Honest sampling.
@@ -442,9 +472,9 @@ def test_a_planted_bug_is_seen(bug: type[Simulator], rule: str, draft: str, k: i
 )
 def test_block_with_numbers_that_a_later_round_sees_again_is_seen(bug: type[Simulator]) -> None:
     """Where a block ends depends on the numbers behind its end, which the next round would use."""
-    simulator = make(bug, "block", "near", 2, vocabulary=4)
+    simulator = make(bug, "block", "unrelated", 3, vocabulary=4)
     assert law_p_value(simulator.generate(SEEDS, 3).tokens, simulator.p) < REJECTED
-    honest = make(Simulator, "block", "near", 2, vocabulary=4)
+    honest = make(Simulator, "block", "unrelated", 3, vocabulary=4)
     assert_honest(honest.generate(SEEDS, 3).tokens, honest.p)
 
 

@@ -67,6 +67,17 @@ def test_the_tokens_kept_are_those_that_transformers_keeps(
     assert_same(random_logits(), sampling(temperature, top_k, top_p, min_p))
 
 
+@pytest.mark.parametrize("scale", [0.5, 4.0])
+@pytest.mark.parametrize("top_p", [0.999, 0.9, 0.3])
+def test_the_tokens_kept_of_a_large_vocabulary_are_those_that_transformers_keeps(
+    top_p: float, scale: float
+) -> None:
+    """Flat rows, which keep thousands of tokens, and peaked ones, which keep a few."""
+    generator = torch.Generator().manual_seed(21)
+    logits = scale * torch.randn(8, 5_000, generator=generator, dtype=torch.float64)
+    assert_same(logits, sampling(top_p=top_p))
+
+
 @pytest.mark.parametrize(
     "settings", [sampling(0.7, top_k=30), sampling(top_p=0.9), sampling(min_p=0.1), sampling(1.3)]
 )
@@ -110,6 +121,12 @@ def test_top_p_keeps_the_token_that_reaches_it_and_no_further_one() -> None:
         assert int((process(logits, sampling(top_p=top_p)) > -torch.inf).sum()) == kept, top_p
 
 
+def test_min_p_keeps_the_tokens_from_the_limit_on() -> None:
+    for factor, kept in [(1.0 - 1e-9, 1), (1.0 + 1e-9, 2)]:
+        logits = torch.tensor([1.0, 0.1 * factor], dtype=torch.float64).log()
+        assert int((process(logits, sampling(min_p=0.1)) > -torch.inf).sum()) == kept
+
+
 def test_filters_apply_after_the_temperature() -> None:
     logits = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
     kept = [
@@ -132,6 +149,17 @@ def test_rows_are_processed_independently_of_their_neighbours() -> None:
     together = process(logits.reshape(4, 16, VOCABULARY), settings).reshape(ROWS, VOCABULARY)
     for row in range(ROWS):
         assert torch.equal(process(logits[row], settings), together[row])
+
+
+@pytest.mark.parametrize("settings", [sampling(top_p=0.8), sampling(top_p=0.95, top_k=200)])
+def test_ties_are_resolved_independently_of_the_neighbours(settings: Sampling) -> None:
+    """A 16-bit model gives many equal logits; whether K rows or one are processed must not show."""
+    generator = torch.Generator().manual_seed(22)
+    scales = torch.tensor([4.0, 2.0, 1.0, 0.1]).unsqueeze(-1)
+    logits = (scales * torch.randn(4, 5_000, generator=generator)).to(torch.bfloat16)
+    together = process(logits, settings)
+    for row in range(4):
+        assert torch.equal(process(logits[row], settings), together[row]), row
 
 
 def test_only_temperature_zero_is_greedy() -> None:

@@ -113,12 +113,15 @@ def load(
             f"{model_id!r}: its tokenizer has {tokenizer.effective_vocab_size} ids but the model "
             f"only {rows} embeddings: the files do not belong together"
         )
-    own_limit = raw_model.config.get_text_config().max_position_embeddings
+    own_limit = getattr(raw_model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [limit for limit in (own_limit, max_context_length) if limit]
+    if not limits:
+        raise ModelLoadError(f"{model_id!r} states no context length: give --max-context-length")
     return LoadedModel(
         CausalLM(raw_model, tokenizer.effective_vocab_size),
         tokenizer,
         _eos_token_ids(raw_model, raw_tokenizer.eos_token_id),
-        min(own_limit, max_context_length or own_limit),
+        min(limits),
     )
 
 

@@ -10,6 +10,8 @@ import torch
 
 from specdec.v1 import common_pb2
 
+_TOP_P_FIRST_LOOK = 1024
+
 
 def is_greedy(sampling: common_pb2.Sampling) -> bool:
     """Whether the session decodes greedily. Temperature 0 is true argmax, not a small number."""
@@ -42,13 +44,27 @@ def process(logits: torch.Tensor, sampling: common_pb2.Sampling) -> torch.Tensor
 
 def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keeps the smallest set of most likely tokens whose probability reaches top_p."""
-    sorted_scores, order = scores.sort(dim=-1, descending=True, stable=True)
-    probabilities = sorted_scores.softmax(dim=-1)
-    reached_before = probabilities.cumsum(dim=-1) - probabilities >= top_p
-    reached_before[..., 0] = False
-    return scores.masked_fill(
-        torch.zeros_like(reached_before).scatter(-1, order, reached_before), -torch.inf
-    )
+    log_total = scores.logsumexp(dim=-1, keepdim=True)
+    size = scores.shape[-1]
+    # The set is nearly always small, and to find the likeliest is much cheaper than to sort all.
+    for count in (min(_TOP_P_FIRST_LOOK, size), size):
+        top = (
+            torch.topk(scores, count, dim=-1).values
+            if count < size
+            else scores.sort(dim=-1, descending=True).values
+        )
+        probabilities = (top - log_total).exp()
+        dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
+        if bool(dropped[..., -1].all()):
+            break
+    num_kept = (~dropped).sum(dim=-1, keepdim=True)
+    least = top.gather(-1, num_kept - 1)
+    # Of equal scores at the edge the lowest ids stay. How the sort orders them would depend on the
+    # neighbouring rows, which decide how far it looks.
+    above, ties = scores > least, scores == least
+    room = num_kept - above.sum(dim=-1, keepdim=True)
+    kept = above | (ties & (ties.cumsum(dim=-1) <= room))
+    return scores.masked_fill(~kept, -torch.inf)
 
 
 def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

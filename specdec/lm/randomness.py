@@ -41,14 +41,14 @@ def _signed(value: int) -> int:
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical shift: torch shifts int64 arithmetically."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
     """The SplitMix64 finalizer, a bijection of int64 tensors."""
-    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
-    return z ^ _shift_right(z, 31)
+    z = (z ^ _shift_right(z, 30)).mul_(_signed(_MIX_1))
+    z = z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(_MIX_2))
+    return z.bitwise_xor_(_shift_right(z, 31))
 
 
 def seed_tensor(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -91,5 +91,5 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """
     counters = keys.unsqueeze(-1) + (token_ids + 1) * _signed(_GOLDEN_GAMMA)
     # The middle of one of 2**52 intervals: neither 0 nor, by rounding, 1.
-    u = (_shift_right(_mix(counters), 12).to(torch.float64) + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(u))
+    u = _shift_right(_mix(counters), 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    return u.log_().neg_().log_().neg_()
