@@ -35,6 +35,8 @@ _log = structlog.get_logger()
 _CALL_SECONDS = 10.0
 _QUIET_SECONDS = 10.0
 _CHANNEL_OPTIONS = (
+    # Services are inside one network: a proxy for the web would not know them.
+    ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A peer that restarts is found again within a second or two, not after minutes of backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -72,7 +74,7 @@ class Peer:
 
     name = "peer"
 
-    def __init__(self, address: str, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
         """`on_change` is called whenever the state changes."""
         self.state = PeerState.CONNECTING
         self.reason = f"not connected to {address} yet"
@@ -89,18 +91,19 @@ class Peer:
 
     async def stay_connected(self) -> None:
         """Makes the handshake, and makes it anew whenever `lost` was called, until cancelled."""
-        try:
-            while True:
-                await self._shake_hands()
-                self._lost.clear()
-                if self.state is PeerState.REFUSED:
-                    # It may be replaced by one that fits without any call having failed.
-                    await asyncio.sleep(_CALL_SECONDS)
-                else:
-                    await self._lost.wait()
-                    self._set(PeerState.CONNECTING, f"lost {self._address}, reconnecting")
-        finally:
-            await self._channel.close()
+        while True:
+            await self._shake_hands()
+            self._lost.clear()
+            if self.state is PeerState.REFUSED:
+                # It may be replaced by one that fits without any call having failed.
+                await asyncio.sleep(_CALL_SECONDS)
+            else:
+                await self._lost.wait()
+                self._set(PeerState.CONNECTING, f"lost {self._address}, reconnecting")
+
+    async def close(self) -> None:
+        """Closes the channel, and with it every stream."""
+        await self._channel.close()
 
     def lost(self) -> None:
         """Says that a call failed in a way that a restart of the peer would explain."""
@@ -109,7 +112,7 @@ class Peer:
     async def _shake_hands(self) -> None:
         attempts = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(grpc.aio.AioRpcError),
-            wait=tenacity.wait_random_exponential(multiplier=0.1, max=2.0),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=0.5),
             before_sleep=self._explain,
         )
         try:
@@ -183,7 +186,9 @@ class DraftPeer(Peer):
 
     name = "draft"
 
-    info = common_pb2.ModelInfo()
+    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+        super().__init__(address, on_change)
+        self.info = common_pb2.ModelInfo()
 
     @property
     def stub(self) -> draft_pb2_grpc.DraftServiceStub:

@@ -117,7 +117,6 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
             return
         misfit = self._draft.misfit(target)
         if misfit is not None:
-            _log.warning("no speculation", reason=misfit)
             speculation.unavailable = misfit
             return
         speculation.draft = DraftStream(

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -114,8 +115,9 @@ async def listening(
     _add_reflection(server, service.full_name)
     address = f"{settings.host}:{settings.port}"
     try:
+        _try_to_bind(settings.host, settings.port)
         port = server.add_insecure_port(address)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise StartError(
             f"cannot listen on {address}: it is in use or not an address of this machine; "
             "choose another with --port or --host, or stop the process that has it"
@@ -126,6 +128,14 @@ async def listening(
     finally:
         await health.end()
         await server.stop(settings.grace_seconds)
+
+
+def _try_to_bind(host: str, port: int) -> None:
+    """Raises OSError if the address cannot be had: gRPC would also log lines of its own."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(address)
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
 from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -78,15 +79,19 @@ class _ConfigFile(PydanticBaseSettingsSource):
             return {}
         if not Path(path).is_file():
             raise ValueError(f"config: there is no file {str(path)!r}")
-        return YamlConfigSettingsSource(self.settings_cls, yaml_file=Path(path))()
+        try:
+            return YamlConfigSettingsSource(self.settings_cls, yaml_file=Path(path))()
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            cause = " ".join(str(error).split())
+            raise ValueError(f"config: {path} is no YAML mapping of settings: {cause}") from error
 
 
 def _refuse_unknown_environment(settings_class: type[ServiceSettings]) -> None:
     prefix = settings_class.model_config["env_prefix"]
     known = {f"{prefix}{name}".upper() for name in settings_class.model_fields}
     for name in os.environ:
-        if name.startswith(prefix) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+        if name.upper().startswith(prefix) and name.upper() not in known:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"environment variable {name} is no setting of this service{hint}")
 

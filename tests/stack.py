@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 
 import gateway.__main__ as gateway_main
-from draft_service.__main__ import DraftSettings
 from draft_service.service import DraftServicer
+from draft_service.settings import DraftSettings
 from gateway.settings import GatewaySettings
 from specdec import services
 from specdec.cli.health import wait_until_ready
@@ -26,8 +26,8 @@ from specdec.v1 import (
     gateway_pb2_grpc,
     verifier_pb2_grpc,
 )
-from verifier_service.__main__ import VerifierSettings
 from verifier_service.service import VerifierServicer
+from verifier_service.settings import VerifierSettings
 
 RULES = {
     "rejection": common_pb2.ACCEPTANCE_RULE_REJECTION,

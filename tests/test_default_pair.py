@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_service.__main__ import EMBEDDED_DRAFT_LAYERS
+from draft_service.settings import EMBEDDED_DRAFT_LAYERS
 from specdec.models.cache import default_target_path
 from specdec.models.pull import pull_default_target
 from tests.stack import Stack, pair

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from draft_service.__main__ import DraftSettings
+from draft_service.settings import DraftSettings
 from gateway.settings import GatewaySettings
 from specdec.settings import ServiceSettings, load
-from verifier_service.__main__ import VerifierSettings
+from verifier_service.settings import VerifierSettings
 
 PREFIX = "SPECDEC_GATEWAY_"
 

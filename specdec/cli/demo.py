@@ -7,14 +7,13 @@ from typing import Annotated
 
 import grpc
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from specdec.cli import foreground, models, pair
 from specdec.cli.client import Result, explain
 from specdec.cli.display import legend, show
 from specdec.cli.supervisor import ServiceDied, running
-from specdec.cli.terminal import fail, tell
+from specdec.cli.terminal import fail, stdout, tell
 from specdec.models.cache import default_target_path, is_pulled
 from specdec.models.child import ModelPullError
 from specdec.v1 import gateway_pb2
@@ -42,7 +41,7 @@ def demo(
         sampling=gateway_pb2.SamplingParams(temperature=0.0),
         stopping=gateway_pb2.StoppingParams(max_new_tokens=max_new_tokens),
     )
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout()
 
     async def play() -> Result:
         tell(console, "Starting three services; the models take some seconds.")

@@ -11,13 +11,12 @@ from typing import Annotated
 import grpc
 import typer
 from google.protobuf.message import Message
-from rich.console import Console
 from rich.text import Text
 
 from specdec import services
 from specdec.cli.client import Result, explain, stream
 from specdec.cli.display import legend, show
-from specdec.cli.terminal import aside, fail
+from specdec.cli.terminal import fail, stderr, stdout
 from specdec.v1 import common_pb2, gateway_pb2
 
 
@@ -132,7 +131,7 @@ def _run(address: str, request: gateway_pb2.GenerateRequest, *, as_json: bool) -
     Raises:
         typer.Exit: 1 after one line that says what went wrong, 130 at Ctrl-C.
     """
-    console = Console(highlight=False)
+    console, aside = stdout(), stderr()
     try:
         if as_json:
             result = asyncio.run(_collect(address, request))
@@ -142,12 +141,12 @@ def _run(address: str, request: gateway_pb2.GenerateRequest, *, as_json: bool) -
     except grpc.aio.AioRpcError as error:
         fail(explain(error, address))
     except KeyboardInterrupt:
-        aside().print("\nstopped")
+        aside.print("\nstopped")
         raise typer.Exit(130) from None
     colours = legend(console)
-    if colours is not None:
-        aside().print(colours)
-    aside().print(Text(result.summary(), "dim"))
+    if colours is not None and aside.is_terminal:
+        aside.print(colours)
+    aside.print(Text(result.summary(), "dim"))
 
 
 async def _collect(address: str, request: gateway_pb2.GenerateRequest) -> Result:

@@ -37,13 +37,25 @@ def tell(console: Console, *parts: str | Text) -> None:
         console.print(*parts, markup=False)
 
 
-def aside() -> Console:
+def stdout() -> Console:
+    """The console for results."""
+    return _console(stderr=False)
+
+
+def stderr() -> Console:
     """The console for what is not the result: errors and statistics."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    # Lines break between words in a window, and nowhere in a pipe or a log.
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 def fail(message: str) -> NoReturn:
     """Ends the command with status 1, after one line that says why."""
     line = " ".join(message.translate(_HARMLESS).split())
-    aside().print(Text(f"error: {line}", "red"))
+    stderr().print(Text(f"error: {line}", "red"))
     raise typer.Exit(1)

@@ -13,7 +13,7 @@ from specdec import services
 from specdec.cli import foreground, pair
 from specdec.cli.generate import Rule
 from specdec.cli.supervisor import Child, ServiceDied, running
-from specdec.cli.terminal import fail, tell
+from specdec.cli.terminal import fail, stdout, tell
 from specdec.models.cache import default_target_path, is_pulled
 
 
@@ -63,7 +63,7 @@ def up(
         gateway_options=("--acceptance-rule", rule, "--num-draft-tokens", str(num_draft_tokens)),
     )
     _refuse_taken_ports(children)
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout()
     try:
         foreground.run(
             _stay(children, console),

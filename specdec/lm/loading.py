@@ -20,10 +20,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.lm.model import CausalLM
+from specdec.lm.settings import DType
 from specdec.lm.tokenizer import TokenizerData
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-
+_SUPPORTED = "a model with causal attention, such as the Llama, Qwen and Mistral families"
 # What a layer may be for its state to be rolled back to any earlier length.
 _REWINDABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -97,8 +97,8 @@ def load(
             f"cannot load {model_id!r}: {cause[:400]} (check the name, the network and that the "
             "files are complete)"
         ) from error
-    if raw_model._is_stateful:
-        raise ModelLoadError(_cannot_rewind(config))
+    if any(getattr(module, "is_causal", None) is False for module in raw_model.modules()):
+        raise ModelLoadError(_not_a_decoder(config))
     if keep_layers is not None:
         _keep_layers(raw_model, keep_layers)
     raw_model.to(device=target_device)  # type: ignore[call-arg]
@@ -117,8 +117,10 @@ def load(
     limits = [limit for limit in (own_limit, max_context_length) if limit]
     if not limits:
         raise ModelLoadError(f"{model_id!r} states no context length: give --max-context-length")
+    model = CausalLM(raw_model, tokenizer.effective_vocab_size)
+    _check_rollback(model, config)
     return LoadedModel(
-        CausalLM(raw_model, tokenizer.effective_vocab_size),
+        model,
         tokenizer,
         _eos_token_ids(raw_model, raw_tokenizer.eos_token_id),
         min(limits),
@@ -132,19 +134,46 @@ def check_architecture(config: PreTrainedConfig) -> None:
         ModelLoadError: names the architecture and why it is refused.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        raise ModelLoadError(
-            f"architecture {config.model_type!r} is not supported: only decoder-only causal "
-            "language models are"
-        )
+        raise ModelLoadError(_not_a_decoder(config))
     layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if layer_types - _REWINDABLE_LAYERS:
         raise ModelLoadError(_cannot_rewind(config))
 
 
+def _not_a_decoder(config: PreTrainedConfig) -> str:
+    return (
+        f"architecture {config.model_type!r} is not supported: it is no decoder-only language "
+        f"model; choose {_SUPPORTED}"
+    )
+
+
+def _check_rollback(model: CausalLM, config: PreTrainedConfig) -> None:
+    """Refuses a model that does not continue from a rolled-back cache as from a fresh one.
+
+    It is tried out, because no attribute of an architecture says it. It is also the warm-up.
+    """
+    try:
+        rolled_back, fresh = model.new_cache(), model.new_cache()
+        model.forward(rolled_back, [0, 1, 2], 1)
+        lengths = [rolled_back.length]
+        rolled_back.truncate(1)
+        lengths.append(rolled_back.length)
+        after = model.forward(rolled_back, [3], 1).float()
+        expected = model.forward(fresh, [0, 3], 1).float()
+    except Exception as error:
+        raise ModelLoadError(
+            f"architecture {config.model_type!r} is not supported: a trial run failed "
+            f"({type(error).__name__}: {str(error)[:200]}); choose {_SUPPORTED}"
+        ) from error
+    # Half-precision rounding is far below this, another context far above.
+    if lengths != [3, 1] or (after - expected).norm() > 0.05 * expected.norm():
+        raise ModelLoadError(_cannot_rewind(config))
+
+
 def _cannot_rewind(config: PreTrainedConfig) -> str:
     return (
-        f"architecture {config.model_type!r} is not supported: it keeps a recurrent state, which "
-        "cannot be rolled back when drafted tokens are rejected"
+        f"architecture {config.model_type!r} is not supported: its state cannot be rolled back "
+        f"when drafted tokens are rejected; choose {_SUPPORTED}"
     )
 
 

@@ -11,7 +11,6 @@ import structlog
 
 from specdec.lm.loading import ModelLoadError, load
 from specdec.lm.runtime import ModelRuntime
-from specdec.lm.sequence import CachedSequence
 from specdec.lm.settings import ModelServiceSettings
 from specdec.lm.thread import ModelThread
 from specdec.models.cache import default_target_path, is_pulled
@@ -53,7 +52,6 @@ async def serve(
                 keep_layers=keep_layers,
                 max_context_length=settings.max_context_length,
             )
-            await thread.run(CachedSequence(loaded.model, [0]).forward)
             servicer.runtime = ModelRuntime(
                 loaded,
                 thread,

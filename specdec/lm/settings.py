@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specdec.lm.loading import DType
 from specdec.settings import ServiceSettings
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class ModelServiceSettings(ServiceSettings):

@@ -396,7 +396,8 @@ class Chunk(_message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The next characters of the text. Characters wait while a later token could still change them
-    or complete a stop string, so a chunk may have tokens and no text, or the other way round.
+    or complete a stop string, so that the tokens of a chunk may release no text, or more than
+    their own.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
