@@ -29,6 +29,9 @@ from tests.simulator import START, Result, Simulator
 from verifier_service import acceptance
 from verifier_service.verification import Verifier, densify
 
+# A minute together; the exact enumerations in the quick set see most of what these see.
+pytestmark = pytest.mark.slow
+
 DRAWS = 200_000
 SEEDS = torch.arange(DRAWS) + 2**40
 HONEST, REJECTED = 1e-3, 1e-6

@@ -27,14 +27,13 @@ from specdec.v1.gateway_pb2 import (
 )
 from tests.stack import Stack, pair
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Of the models of tests/conftest.py.
 CONTEXT = 512
 VOCABULARY = 300
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module")
 async def stack(target_folder: Path, draft_folder: Path) -> AsyncIterator[Stack]:
     """One stack for all tests. What nobody awaited on its event loop fails the last of them."""
     reported: list[dict[str, Any]] = []
