@@ -27,7 +27,6 @@ from specdec.v1.gateway_pb2 import (
 )
 from tests.stack import Stack, pair
 
-
 # Of the models of tests/conftest.py.
 CONTEXT = 512
 VOCABULARY = 300
