@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.lm.history import History
 from specdec.lm.processing import draw, is_greedy, process
 from specdec.lm.randomness import Stream, gumbel, key, seed_tensor, uniform
 from specdec.lm.sequence import CachedSequence
@@ -26,15 +27,23 @@ class Drafter:
     def __init__(
         self,
         sequence: CachedSequence,
+        history: History,
         sampling: common_pb2.Sampling,
         rule: common_pb2.AcceptanceRule.ValueType,
         top_n: int,
     ) -> None:
         """`top_n`: how many tokens a sparse q keeps."""
         self._sequence = sequence
+        self._history = history
         self._sampling = sampling
         self._rule = rule
         self._top_n = top_n
+
+    def advance(self, base_length: int, token_ids: list[int], num_draft_tokens: int) -> Draft:
+        """Commits tokens on top of the first `base_length`, and drafts on top of them."""
+        self._sequence.commit(base_length, token_ids)
+        self._history.commit(token_ids)
+        return self.propose(num_draft_tokens)
 
     def propose(self, num_draft_tokens: int) -> Draft:
         """Drafts tokens on top of the sequence, one forward pass each.
@@ -45,8 +54,9 @@ class Drafter:
         base_length = len(self._sequence.tokens)
         draft = Draft([], [])
         for position in range(base_length, base_length + num_draft_tokens):
-            logits = self._sequence.forward()[-1]
-            token_id, q = self._sample(logits, position, base_length)
+            logits = self._sequence.forward()
+            rows = self._history.rows(draft.token_ids, first=len(draft.token_ids))
+            token_id, q = self._sample(process(logits, rows)[0], position, base_length)
             if q is not None:
                 draft.distributions.append(q)
             draft.token_ids.append(token_id)
@@ -54,11 +64,10 @@ class Drafter:
         return draft
 
     def _sample(
-        self, logits: torch.Tensor, position: int, base_length: int
+        self, scores: torch.Tensor, position: int, base_length: int
     ) -> tuple[int, common_pb2.SparseDistribution | None]:
         if is_greedy(self._sampling):
-            return int(logits.argmax()), None
-        scores = process(logits, self._sampling)
+            return int(scores.argmax()), None
         seed = seed_tensor(self._sampling.seed, scores.device)
         if self._rule == common_pb2.ACCEPTANCE_RULE_COUPLED:
             vocabulary = torch.arange(scores.shape[-1], device=scores.device)

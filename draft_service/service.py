@@ -7,10 +7,12 @@ from typing import Any
 
 import grpc
 
-from draft_service.drafting import Drafter
+from draft_service.drafting import Draft, Drafter
 from specdec.errors import SpecdecError
 from specdec.lm.runtime import ModelRuntime, Session, require
+from specdec.lm.thread import Timed
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from specdec.v1.draft_pb2 import DraftResponse
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -33,17 +35,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self,
         request_iterator: AsyncIterator[draft_pb2.DraftRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[draft_pb2.DraftResponse]:
+    ) -> AsyncIterator[DraftResponse]:
         runtime = await require(self.runtime, context)
         async with runtime.session(request_iterator, context) as session:
             opening = session.opening
             drafter = Drafter(
-                session.sequence, opening.sampling, opening.acceptance_rule, self._top_n
+                session.sequence,
+                session.history,
+                opening.sampling,
+                opening.acceptance_rule,
+                self._top_n,
             )
-            yield draft_pb2.DraftResponse(opened=session.opened)
-            yield await self._propose(
-                runtime, session, drafter, opening.round, opening.num_draft_tokens
-            )
+            yield DraftResponse(opened=session.opened)
+            first = min(opening.num_draft_tokens, _room(runtime, session))
+            drafted = await runtime.thread.run(drafter.propose, first)
+            yield _response(session, opening.round, drafted)
             session.contract.end(opening.round, 0)
             async for request in request_iterator:
                 advance = _advance_of(request)
@@ -51,32 +57,32 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     continue
                 token_ids = list(advance.token_ids)
                 session.contract.check_advance(token_ids, advance.num_draft_tokens)
-                session.sequence.commit(advance.base_length, token_ids)
                 session.contract.end(advance.round, len(token_ids))
-                yield await self._propose(
-                    runtime, session, drafter, advance.round, advance.num_draft_tokens
+                drafted = await runtime.thread.run(
+                    drafter.advance,
+                    advance.base_length,
+                    token_ids,
+                    min(advance.num_draft_tokens, _room(runtime, session)),
                 )
+                yield _response(session, advance.round, drafted)
 
-    async def _propose(
-        self,
-        runtime: ModelRuntime,
-        session: Session,
-        drafter: Drafter,
-        round_number: int,
-        num_draft_tokens: int,
-    ) -> draft_pb2.DraftResponse:
-        room = runtime.info.max_context_length - session.contract.base_length
-        draft, timings = await runtime.thread.run(drafter.propose, min(num_draft_tokens, room))
-        return draft_pb2.DraftResponse(
-            proposal=draft_pb2.Proposal(
-                round=round_number,
-                base_length=session.contract.base_length,
-                token_ids=draft.token_ids,
-                distributions=draft.distributions,
-                temperature=session.opening.sampling.temperature,
-                timings=timings,
-            )
+
+def _room(runtime: ModelRuntime, session: Session) -> int:
+    """How many tokens the context has room for."""
+    return runtime.info.max_context_length - session.contract.base_length
+
+
+def _response(session: Session, round_number: int, drafted: Timed[Draft]) -> DraftResponse:
+    return DraftResponse(
+        proposal=draft_pb2.Proposal(
+            round=round_number,
+            base_length=session.contract.base_length,
+            token_ids=drafted.value.token_ids,
+            distributions=drafted.value.distributions,
+            temperature=session.opening.sampling.temperature,
+            timings=drafted.timings,
         )
+    )
 
 
 def _advance_of(request: draft_pb2.DraftRequest) -> draft_pb2.Advance:

@@ -24,6 +24,11 @@ class Stopping:
     stop_token_ids: frozenset[int] = frozenset()
     """With the end-of-sequence tokens, unless those are to be ignored."""
     stop_strings: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    """Before so many tokens no stop string is looked for; the target samples no stop token."""
+    include_stop_string: bool = False
+    """Whether the text includes what ended it."""
+    skip_special_tokens: bool = True
 
 
 @dataclass
@@ -41,7 +46,9 @@ class Output:
     """Text that may still turn out to be the beginning of a stop string."""
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer)
+        self._detokenizer = Detokenizer(
+            self.tokenizer, skip_special_tokens=self.stopping.skip_special_tokens
+        )
 
     @property
     def finished(self) -> bool:
@@ -56,16 +63,19 @@ class Output:
         """
         self.token_count += 1
         if token_id in self.stopping.stop_token_ids:
-            return self._finish(gateway_pb2.FINISH_REASON_STOP, token_id)
+            last = self._detokenizer.add(token_id) if self.stopping.include_stop_string else ""
+            return self._finish(gateway_pb2.FINISH_REASON_STOP, token_id, last)
         text = self._release(self._detokenizer.add(token_id))
         # A stop at the limit is a stop.
         if not self.finished and self.token_count == self.stopping.max_new_tokens:
-            text += self._finish(gateway_pb2.FINISH_REASON_LENGTH, None)
+            text += self._finish(gateway_pb2.FINISH_REASON_LENGTH, None, "")
         return text
 
-    def _finish(self, reason: gateway_pb2.FinishReason.ValueType, matched: int | str | None) -> str:
+    def _finish(
+        self, reason: gateway_pb2.FinishReason.ValueType, matched: int | str | None, last: str
+    ) -> str:
         """Ends the generation. Returns the last text, in which a stop string may yet be found."""
-        text = self._release(self._detokenizer.end())
+        text = self._release(last + self._detokenizer.end())
         if not self.finished:
             self.finish_reason, self.matched = reason, matched
             text, self._withheld = text + self._withheld, ""
@@ -75,11 +85,11 @@ class Output:
         """Adds text to what is withheld and takes from it what can go out."""
         text = self._withheld + text
         found = [(at, stop) for stop in self.stopping.stop_strings if (at := text.find(stop)) >= 0]
-        if found:
+        if found and self.token_count >= self.stopping.min_new_tokens:
             at, stop = min(found)
             self.finish_reason, self.matched = gateway_pb2.FINISH_REASON_STOP, stop
             self._withheld = ""
-            return text[:at]
+            return text[: at + len(stop) if self.stopping.include_stop_string else at]
         keep = max((_overlap(text, stop) for stop in self.stopping.stop_strings), default=0)
         self._withheld = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -16,12 +16,14 @@ class Detokenizer:
     step, because some decoders look at a token's neighbours.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        """`skip_special_tokens`: whether special tokens have no text."""
         self._tokenizer = tokenizer
-        self._special = {
+        self._skip_special_tokens = skip_special_tokens
+        self._skipped = {
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            if token.special and skip_special_tokens
         }
         bad_byte = tokenizer.token_to_id("<0xFF>")
         self._bad_byte = [] if bad_byte is None else [bad_byte]
@@ -34,7 +36,7 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """Adds a token. Returns the text that is now settled, possibly none."""
-        if token_id in self._special:
+        if token_id in self._skipped:
             return ""
         self._ids.append(token_id)
         before = self._decode(self._ids[self._window : self._settled])
@@ -56,4 +58,4 @@ class Detokenizer:
         return rest
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)

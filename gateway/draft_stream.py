@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import NamedTuple
 
 import grpc
 
@@ -16,26 +18,34 @@ from specdec.proposals import (
 )
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
+_MOST_WAITING = 64
+
 
 class DraftFailure(Exception):
     """The draft cannot serve this session any more. The message says why."""
 
 
+class _Arrival(NamedTuple):
+    response: draft_pb2.DraftResponse
+    at_ns: int
+
+
 class DraftStream:
     """A session at the draft service.
 
-    Proposals may be pushed ahead: one is used if it starts from where the session stands, and
-    dropped and counted if the session has moved on.
+    Proposals may be pushed ahead: one is used if it starts from what was really committed, and
+    dropped and counted if it presumed something else or the session has moved on.
     """
 
     def __init__(
         self,
         stub: draft_pb2_grpc.DraftServiceStub,
         opening: common_pb2.Open,
-        effective_vocab_size: int,
         *,
+        effective_vocab_size: int,
         patience: float,
         deadline: float | None,
+        request_id: str,
     ) -> None:
         """
         Args:
@@ -44,15 +54,20 @@ class DraftStream:
             effective_vocab_size: that of the target, which drafted ids must be within.
             patience: seconds to wait for a proposal before the draft is given up.
             deadline: seconds that the client's call still has, or None.
+            request_id: for the draft service's log.
         """
         self.stale_proposals = 0
-        self._call = stub.Draft(timeout=deadline)
+        self._call = stub.Draft(timeout=deadline, metadata=(("x-request-id", request_id),))
         self._opening = opening
         self._effective_vocab_size = effective_vocab_size
         self._patience = patience
         self._round = opening.round
-        self._base_length = opening.base_length
+        self._tokens = [*opening.prompt_token_ids, *opening.committed_token_ids]
         self._stopwatch = Stopwatch()
+        self._arrivals: asyncio.Queue[_Arrival | DraftFailure] = asyncio.Queue(_MOST_WAITING)
+        self._ahead: list[_Arrival] = []
+        """Proposals of rounds that have not begun."""
+        self._reading = asyncio.create_task(self._read())
 
     async def open(self) -> None:
         """Sends the Open; the first proposal is on its way.
@@ -70,15 +85,13 @@ class DraftStream:
         """
         try:
             async with asyncio.timeout(self._patience):
-                proposal = await self._current_proposal()
+                proposal, at_ns = await self._current_proposal()
         except TimeoutError:
             raise DraftFailure(f"no proposal within {self._patience:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise DraftFailure(describe(error)) from error
         fault = self._fault(proposal, limit)
         if fault is not None:
             raise DraftFailure(f"unusable proposal: {fault}")
-        return proposal, self._stopwatch.stop(proposal.timings)
+        return proposal, self._stopwatch.stop(proposal.timings, at_ns)
 
     async def advance(self, token_ids: list[int], num_draft_tokens: int) -> None:
         """Commits tokens and asks for the next proposal.
@@ -89,15 +102,16 @@ class DraftStream:
         self._round += 1
         advance = draft_pb2.Advance(
             round=self._round,
-            base_length=self._base_length,
+            base_length=len(self._tokens),
             token_ids=token_ids,
             num_draft_tokens=num_draft_tokens,
         )
-        self._base_length += len(token_ids)
+        self._tokens += token_ids
         await self._write(draft_pb2.DraftRequest(advance=advance))
 
     def close(self) -> None:
         """Ends the session, at once and without waiting."""
+        self._reading.cancel()
         self._call.cancel()
 
     async def _write(self, request: draft_pb2.DraftRequest) -> None:
@@ -109,23 +123,48 @@ class DraftStream:
         except asyncio.InvalidStateError as error:
             raise DraftFailure("the stream has ended") from error
 
-    async def _current_proposal(self) -> draft_pb2.Proposal:
+    async def _read(self) -> None:
+        """Takes responses off the wire as they come, so that the time of each is known."""
+        try:
+            while isinstance(response := await self._call.read(), draft_pb2.DraftResponse):
+                await self._arrivals.put(_Arrival(response, time.monotonic_ns()))
+            await self._arrivals.put(DraftFailure("the stream has ended"))
+        except grpc.aio.AioRpcError as error:
+            await self._arrivals.put(DraftFailure(describe(error)))
+
+    async def _current_proposal(self) -> tuple[draft_pb2.Proposal, int]:
+        waiting, self._ahead = self._ahead, []
         while True:
-            response = await self._call.read()
-            if not isinstance(response, draft_pb2.DraftResponse):
-                raise DraftFailure("the stream has ended")
-            if response.WhichOneof("message") == "opened":
-                self._stopwatch.include(response.opened.timings)
-            elif response.proposal.round < self._round:
+            arrival = waiting.pop(0) if waiting else await self._arrivals.get()
+            if isinstance(arrival, DraftFailure):
+                raise arrival
+            if arrival.response.WhichOneof("message") == "opened":
+                self._stopwatch.include(arrival.response.opened.timings)
+                continue
+            proposal = arrival.response.proposal
+            if proposal.round > self._round:
+                self._ahead.append(arrival)
+                if len(self._ahead) > _MOST_WAITING:
+                    raise DraftFailure("too many proposals for rounds that have not begun")
+            elif proposal.round < self._round or self._presumes_wrongly(proposal):
                 self.stale_proposals += 1
             else:
-                return response.proposal
+                self._ahead += waiting
+                return proposal, arrival.at_ns
+
+    def _presumes_wrongly(self, proposal: draft_pb2.Proposal) -> bool:
+        """Whether the proposal was pushed ahead for a verdict that was not given."""
+        presumed = list(proposal.presumed_token_ids)
+        if not presumed:
+            return False
+        begin = proposal.base_length - len(presumed)
+        return proposal.base_length != len(self._tokens) or self._tokens[begin:] != presumed
 
     def _fault(self, proposal: draft_pb2.Proposal, limit: int) -> str | None:
-        if (proposal.round, proposal.base_length) != (self._round, self._base_length):
+        if proposal.base_length != len(self._tokens):
             return (
-                f"it is for round {proposal.round} from base_length {proposal.base_length}, not "
-                f"for round {self._round} from {self._base_length}"
+                f"it starts from base_length {proposal.base_length}, but {len(self._tokens)} "
+                f"tokens are committed in round {self._round}"
             )
         if proposal.temperature != self._opening.sampling.temperature:
             return f"it was drafted at temperature {proposal.temperature}"

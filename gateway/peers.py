@@ -8,6 +8,7 @@ another process with another model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,16 +95,27 @@ class Peer:
         while True:
             await self._shake_hands()
             self._lost.clear()
-            if self.state is PeerState.REFUSED:
-                # It may be replaced by one that fits without any call having failed.
-                await asyncio.sleep(_CALL_SECONDS)
-            else:
-                await self._lost.wait()
+            with contextlib.suppress(TimeoutError):
+                # One that does not fit may be replaced without its connection being seen to break.
+                patience = _CALL_SECONDS if self.state is PeerState.REFUSED else None
+                await asyncio.wait_for(self._until_lost(), patience)
                 self._set(PeerState.CONNECTING, f"lost {self._address}, reconnecting")
 
     async def close(self) -> None:
         """Closes the channel, and with it every stream."""
         await self._channel.close()
+
+    async def _until_lost(self) -> None:
+        """Waits until `lost` is called or the connection breaks: what answers then may be new."""
+        told = asyncio.create_task(self._lost.wait())
+        broken = asyncio.create_task(
+            self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        )
+        try:
+            await asyncio.wait({told, broken}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
+            broken.cancel()
 
     def lost(self) -> None:
         """Says that a call failed in a way that a restart of the peer would explain."""
@@ -119,6 +131,10 @@ class Peer:
             await attempts(self._handshake)
         except Refused as refusal:
             self._set(PeerState.REFUSED, str(refusal))
+        except Exception as error:
+            # What it sent cannot be used, for example a tokenizer of a newer format.
+            _log.exception("handshake failed", peer=self.name)
+            self._set(PeerState.REFUSED, f"{type(error).__name__}: {error}")
         else:
             self._set(PeerState.READY, "")
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from gateway.chat_template import TemplateError
 from gateway.commit import Stopping
 from gateway.peers import Target
+from gateway.prompt import tokenize
 from gateway.settings import GatewaySettings
+from specdec import grammar
 from specdec.errors import SpecdecError, Violation
 from specdec.proposals import token_ids_fault
 from specdec.sessions import sampling_violations
@@ -21,6 +22,8 @@ from specdec.v1 import common_pb2, gateway_pb2
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_BYTES = 256
 _MAX_STOP_TOKEN_IDS = 64
+_MAX_TOP_LOGPROBS = 20
+_MAX_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Plan:
     stopping: Stopping
     acceptance_rule: common_pb2.AcceptanceRule.ValueType
     num_draft_tokens: int
+    logprobs: common_pb2.LogprobsRequest | None
+    num_samples: int
 
 
 def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: GatewaySettings) -> Plan:
@@ -41,32 +46,53 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
         SpecdecError: INVALID_REQUEST with a violation for every field that is at fault.
     """
     violations = list(_unknown_fields(request))
-    sampling = _sampling(request.sampling, settings)
-    violations += sampling_violations(sampling, "sampling")
-    violations += _stopping_violations(request.stopping, target)
+    eos = () if request.stopping.ignore_eos else target.info.eos_token_ids
+    stop_token_ids = frozenset(eos) | frozenset(request.stopping.stop_token_ids)
+    sampling = _sampling(request, settings, stop_token_ids)
+    violations += sampling_violations(sampling, "sampling", target.info.effective_vocab_size)
+    violations += _mask_violations(request.sampling, request.stopping, stop_token_ids)
+    wanted = settings.max_new_tokens
+    if request.stopping.HasField("max_new_tokens"):
+        wanted = request.stopping.max_new_tokens
+    violations += _stopping_violations(request.stopping, wanted, target)
+    violations += _logprobs_violations(request.logprobs)
+    num_samples = request.n if request.HasField("n") else 1
+    if not 1 <= num_samples <= _MAX_SAMPLES:
+        violations.append(Violation("n", f"must be within [1, {_MAX_SAMPLES}], got {request.n}"))
     rule, num_draft_tokens, faults = _speculation(request.speculation, target, settings)
     violations += faults
-    prompt_token_ids, field, fault = _prompt(request, target)
+    prompt_token_ids, field, fault = tokenize(request, target)
     if fault is not None:
         violations.append(Violation(field, fault))
     if violations:
         raise SpecdecError.invalid(violations)
 
     room = target.info.max_context_length - len(prompt_token_ids)
-    wanted = settings.max_new_tokens
-    if request.stopping.HasField("max_new_tokens"):
-        wanted = request.stopping.max_new_tokens
-    eos = () if request.stopping.ignore_eos else target.info.eos_token_ids
+    logprobs = None
+    if request.HasField("logprobs"):
+        logprobs = common_pb2.LogprobsRequest(
+            num_top=request.logprobs.num_top,
+            mode=request.logprobs.mode or common_pb2.LOGPROBS_MODE_RAW,
+            prompt=request.logprobs.prompt,
+        )
     return Plan(
         prompt_token_ids,
         sampling,
         Stopping(
             max_new_tokens=min(wanted, room),
-            stop_token_ids=frozenset(eos) | frozenset(request.stopping.stop_token_ids),
+            min_new_tokens=request.stopping.min_new_tokens,
+            stop_token_ids=stop_token_ids,
             stop_strings=tuple(request.stopping.stop_strings),
+            include_stop_string=request.stopping.include_stop_string,
+            skip_special_tokens=(
+                not request.stopping.HasField("skip_special_tokens")
+                or request.stopping.skip_special_tokens
+            ),
         ),
         rule,
         num_draft_tokens,
+        logprobs,
+        num_samples,
     )
 
 
@@ -78,14 +104,19 @@ def _unknown_fields(message: Message, path: str = "") -> Iterator[Violation]:
             f"{path}#{number}", f"field number {number} is not known to this version of the server"
         )
     for field, value in message.ListFields():
-        if field.message_type is None:
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for index, item in enumerate(value if field.is_repeated else [value]):
             label = f"{field.name}[{index}]" if field.is_repeated else field.name
             yield from _unknown_fields(item, f"{path}{label}.")
 
 
-def _sampling(params: gateway_pb2.SamplingParams, settings: GatewaySettings) -> common_pb2.Sampling:
+def _sampling(
+    request: gateway_pb2.GenerateRequest,
+    settings: GatewaySettings,
+    stop_token_ids: frozenset[int],
+) -> common_pb2.Sampling:
+    params = request.sampling
     return common_pb2.Sampling(
         temperature=(
             params.temperature if params.HasField("temperature") else settings.temperature
@@ -94,12 +125,70 @@ def _sampling(params: gateway_pb2.SamplingParams, settings: GatewaySettings) -> 
         top_p=params.top_p if params.HasField("top_p") else 1.0,
         min_p=params.min_p,
         seed=params.seed if params.HasField("seed") else secrets.randbits(63),
+        repetition_penalty=(
+            params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+        ),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        suppressed_token_ids=params.suppressed_token_ids,
+        min_new_tokens=request.stopping.min_new_tokens,
+        stop_token_ids=sorted(stop_token_ids),
+        grammar=params.grammar if params.HasField("grammar") else None,
     )
 
 
-def _stopping_violations(params: gateway_pb2.StoppingParams, target: Target) -> Iterator[Violation]:
-    if params.HasField("max_new_tokens") and params.max_new_tokens < 1:
+def _mask_violations(
+    sampling: gateway_pb2.SamplingParams,
+    stopping: gateway_pb2.StoppingParams,
+    stop_token_ids: frozenset[int],
+) -> Iterator[Violation]:
+    """Masks that contradict each other, so that at some place nothing could be sampled."""
+    if sampling.allowed_token_ids:
+        left = set(sampling.allowed_token_ids) - set(sampling.suppressed_token_ids)
+        if stopping.min_new_tokens > 0:
+            left -= stop_token_ids
+        if not left:
+            yield Violation(
+                "sampling.allowed_token_ids",
+                "suppressed_token_ids, and stopping.min_new_tokens for tokens that end the "
+                "generation, leave none of them",
+            )
+    if not sampling.HasField("grammar"):
+        return
+    fault = grammar.fault(sampling.grammar)
+    if fault is not None:
+        yield Violation("sampling.grammar", fault)
+    for field, is_set in (
+        ("sampling.allowed_token_ids", bool(sampling.allowed_token_ids)),
+        ("sampling.suppressed_token_ids", bool(sampling.suppressed_token_ids)),
+        ("stopping.min_new_tokens", stopping.min_new_tokens > 0),
+        ("stopping.ignore_eos", stopping.ignore_eos),
+    ):
+        if is_set:
+            yield Violation(field, "cannot be combined with sampling.grammar")
+
+
+def _logprobs_violations(params: gateway_pb2.LogprobsParams) -> Iterator[Violation]:
+    if params.num_top > _MAX_TOP_LOGPROBS:
+        yield Violation(
+            "logprobs.num_top", f"must be within [0, {_MAX_TOP_LOGPROBS}], got {params.num_top}"
+        )
+    if params.mode not in common_pb2.LogprobsMode.values():
+        yield Violation("logprobs.mode", f"must be RAW or PROCESSED, got {params.mode}")
+
+
+def _stopping_violations(
+    params: gateway_pb2.StoppingParams, max_new_tokens: int, target: Target
+) -> Iterator[Violation]:
+    if max_new_tokens < 1:
         yield Violation("stopping.max_new_tokens", "must be at least 1, got 0")
+    if params.min_new_tokens > max_new_tokens:
+        yield Violation(
+            "stopping.min_new_tokens",
+            f"must be at most max_new_tokens, {max_new_tokens}, got {params.min_new_tokens}",
+        )
     if len(params.stop_token_ids) > _MAX_STOP_TOKEN_IDS:
         yield Violation("stopping.stop_token_ids", f"must be at most {_MAX_STOP_TOKEN_IDS} ids")
     fault = token_ids_fault(params.stop_token_ids, target.info.effective_vocab_size)
@@ -146,39 +235,6 @@ def _speculation(
                 f"must be within [0, {cap}], got {num_draft_tokens}",
             )
         )
-    if params.HasField("enabled") and not params.enabled:
+    if not (params.enabled if params.HasField("enabled") else settings.speculation):
         num_draft_tokens = 0
     return rule, num_draft_tokens, faults
-
-
-def _prompt(
-    request: gateway_pb2.GenerateRequest, target: Target
-) -> tuple[list[int], str, str | None]:
-    """The prompt's token ids, the field they come from, and what is wrong with it."""
-    kind = request.WhichOneof("input")
-    limit = target.info.max_context_length - 1
-    if kind is None:
-        return [], "input", "one of text, chat and token_ids must be set"
-    if kind == "token_ids":
-        field, ids = "token_ids.ids", list(request.token_ids.ids)
-        fault = token_ids_fault(ids, target.info.effective_vocab_size)
-        if fault is not None:
-            return ids, field, fault
-    elif kind == "text":
-        field, ids = "text", target.tokenizer.encode(request.text).ids if request.text else []
-    else:
-        field = "chat.messages"
-        if not request.chat.messages:
-            return [], field, "must hold at least one message"
-        try:
-            text = target.chat_template.render(
-                [{"role": m.role, "content": m.content} for m in request.chat.messages]
-            )
-        except TemplateError as error:
-            return [], field, f"the model's chat template refuses it: {error}"
-        ids = target.tokenizer.encode(text, add_special_tokens=False).ids
-    if not ids:
-        return ids, field, "must not be empty"
-    if len(ids) > limit:
-        return ids, field, f"must be at most {limit} tokens, got {len(ids)}"
-    return ids, field, None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+
+import structlog
 
 from gateway.commit import Output
 from gateway.draft_stream import DraftFailure, DraftStream
@@ -11,6 +13,7 @@ from gateway.statistics import Statistics
 from gateway.verify_stream import VerifyStream
 from specdec.v1 import draft_pb2, gateway_pb2, verifier_pb2
 
+_log = structlog.get_logger()
 _NOTHING = draft_pb2.Proposal()
 
 
@@ -20,11 +23,13 @@ class Speculation:
 
     num_draft_tokens: int
     """K, as asked for. 0 turns speculation off."""
-    draft: DraftStream | None
+    draft: DraftStream | None = None
     unavailable: str = ""
     """Why there is no draft, if there should be one."""
     on_failure: Callable[[], None] = lambda: None
     """Told when the draft fails."""
+    stale_proposals: int = 0
+    """Those of a draft that was closed."""
 
     async def propose(self, num_draft_tokens: int, statistics: Statistics) -> draft_pb2.Proposal:
         """The next proposal, or an empty one: a draft's failure never reaches the client."""
@@ -37,6 +42,8 @@ class Speculation:
                 self.give_up(str(failure))
             else:
                 statistics.add_proposal(exchange)
+                if not proposal.token_ids:
+                    statistics.add_fallback("the draft proposed nothing")
                 return proposal
         statistics.add_fallback(self.unavailable)
         return _NOTHING
@@ -51,22 +58,28 @@ class Speculation:
             self.give_up(str(failure))
 
     def give_up(self, reason: str) -> None:
-        """Goes on without the draft."""
+        """Goes on without the draft, because it failed."""
+        _log.warning("draft given up", reason=reason)
+        self.close()
+        self.on_failure()
+        self.unavailable = reason
+
+    def close(self) -> None:
+        """Ends the session at the draft, if there is one."""
         if self.draft is not None:
+            self.stale_proposals += self.draft.stale_proposals
             self.draft.close()
-            self.on_failure()
-        self.draft, self.unavailable = None, reason
+            self.draft = None
 
 
 async def run_rounds(
     verifier: VerifyStream, speculation: Speculation, output: Output, statistics: Statistics
-) -> AsyncIterator[gateway_pb2.Chunk]:
+) -> AsyncGenerator[gateway_pb2.Chunk]:
     """Generates until the output is finished. Yields what each round commits.
 
-    The target has the prompt before the first proposal is waited for, so that a draft is not given
-    up for a long prompt that takes both of them a while.
+    The verifier has opened the session already: the target has the prompt before the first proposal
+    is waited for, so that a draft is not given up for a long prompt.
     """
-    statistics.add_verify_time(await verifier.opened())
     while not output.finished:
         # A round commits one token more than it has drafted, and none past the limit.
         k = _clamp(speculation.num_draft_tokens, output)
@@ -91,6 +104,7 @@ def _commit(output: Output, verdict: verifier_pb2.Verdict, num_drafted: int) -> 
     for index, token_id in enumerate(verdict.token_ids):
         chunk.token_texts.append(output.commit(token_id))
         chunk.token_ids.append(token_id)
+        chunk.logprobs.extend(verdict.logprobs[index : index + 1])
         chunk.origins.append(_origin(index, verdict.num_accepted, num_drafted))
         if output.finished:
             break

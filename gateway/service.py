@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import structlog
 
-from gateway.commit import Output
-from gateway.draft_stream import DraftFailure, DraftStream
-from gateway.peers import DraftPeer, PeerState, Target, VerifierPeer
-from gateway.request import Plan, plan
-from gateway.rounds import Speculation, run_rounds
+from gateway.merge import merge
+from gateway.peers import DraftPeer, PeerState, VerifierPeer
+from gateway.request import plan
+from gateway.sample import Call, Sample
 from gateway.settings import GatewaySettings
-from gateway.statistics import Statistics
-from gateway.verify_stream import VerifyStream
 from gateway.wire import Malformed, parse_generate_request
 from specdec.errors import SpecdecError, abort
+from specdec.logs import request_id_of
 from specdec.services import GATEWAY
 from specdec.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -43,27 +43,43 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         session_id = uuid.uuid4().hex
-        structlog.contextvars.bind_contextvars(
-            session_id=session_id, request_id=_request_id(context) or session_id
-        )
+        request_id = request_id_of(context) or session_id
+        structlog.contextvars.bind_contextvars(session_id=session_id, request_id=request_id)
         self.num_sessions += 1
+        begun = time.monotonic()
         try:
-            async for response in self._generate(request, session_id, context.time_remaining()):
-                yield response
+            call = self._call(session_id, request_id, context.time_remaining())
+            async with aclosing(self._generate(request, call)) as responses:
+                async for response in responses:
+                    yield response
+            _log.info("generation finished", seconds=round(time.monotonic() - begun, 3))
         except SpecdecError as error:
             if error.reason == common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE:
                 self._verifier.lost()
             _log.warning("generation failed", code=error.code.name, error=str(error))
             await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            _log.exception("generation broke")
+            message = f"session {session_id}: {type(error).__name__}; see the gateway's log"
+            await abort(context, SpecdecError(common_pb2.ERROR_REASON_INTERNAL, message))
         finally:
             self.num_sessions -= 1
 
+    def _call(self, session_id: str, request_id: str, deadline: float | None) -> Call:
+        return Call(
+            session_id,
+            request_id,
+            deadline,
+            self._verifier,
+            self._draft,
+            self._settings.draft_patience_seconds,
+        )
+
     async def _generate(
-        self,
-        request: gateway_pb2.GenerateRequest | Malformed,
-        session_id: str,
-        deadline: float | None,
-    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        self, request: gateway_pb2.GenerateRequest | Malformed, call: Call
+    ) -> AsyncGenerator[gateway_pb2.GenerateResponse]:
         if isinstance(request, Malformed):
             raise SpecdecError.invalid(request.violations)
         target = self._verifier.target
@@ -72,65 +88,17 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
                 common_pb2.ERROR_REASON_NOT_READY, f"no verifier: {self._verifier.reason}"
             )
         planned = await asyncio.to_thread(plan, request, target, self._settings)
-        output = Output(target.tokenizer, planned.stopping)
-        statistics = Statistics(planned.acceptance_rule)
-        opening = common_pb2.Open(
-            session_id=session_id,
-            round=1,
-            base_length=len(planned.prompt_token_ids),
-            prompt_token_ids=planned.prompt_token_ids,
-            sampling=planned.sampling,
-            acceptance_rule=planned.acceptance_rule,
-            # The last token of a generation is never drafted.
-            num_draft_tokens=min(planned.num_draft_tokens, planned.stopping.max_new_tokens - 1),
-        )
-        verifier = VerifyStream(
-            self._verifier.stub, opening, target.info.effective_vocab_size, deadline=deadline
-        )
-        speculation = Speculation(planned.num_draft_tokens, None)
+        samples = [Sample(i, planned, target, call) for i in range(planned.num_samples)]
         try:
-            await verifier.open()
-            await self._open_draft(speculation, opening, target, deadline)
-            async for chunk in run_rounds(verifier, speculation, output, statistics):
-                yield gateway_pb2.GenerateResponse(chunk=chunk)
+            # One after the other: the later ones find the prompt in the cache of the first.
+            for sample in samples:
+                await sample.open()
+            async with aclosing(merge([sample.run() for sample in samples])) as responses:
+                async for response in responses:
+                    yield response
         finally:
-            verifier.close()
-            if speculation.draft is not None:
-                statistics.add_stale(speculation.draft.stale_proposals)
-                speculation.draft.close()
-        yield gateway_pb2.GenerateResponse(
-            completion=_completion(planned, output, verifier, statistics)
-        )
-
-    async def _open_draft(
-        self,
-        speculation: Speculation,
-        opening: common_pb2.Open,
-        target: Target,
-        deadline: float | None,
-    ) -> None:
-        """Opens the session at the draft, if speculation is on and there is a fitting draft."""
-        if opening.num_draft_tokens == 0:
-            return
-        if self._draft is None:
-            speculation.unavailable = "this gateway has no draft"
-            return
-        misfit = self._draft.misfit(target)
-        if misfit is not None:
-            speculation.unavailable = misfit
-            return
-        speculation.draft = DraftStream(
-            self._draft.stub,
-            opening,
-            target.info.effective_vocab_size,
-            patience=self._settings.draft_patience_seconds,
-            deadline=deadline,
-        )
-        speculation.on_failure = self._draft.lost
-        try:
-            await speculation.draft.open()
-        except DraftFailure as failure:
-            speculation.give_up(str(failure))
+            for sample in samples:
+                sample.close()
 
 
 def register(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
@@ -143,31 +111,3 @@ def register(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(GATEWAY.full_name, {"Generate": handler}),)
     )
-
-
-def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """The client's own id for the call, if it sent one in the metadata."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "x-request-id" and isinstance(value, str):
-            return value[:128]
-    return None
-
-
-def _completion(
-    planned: Plan, output: Output, verifier: VerifyStream, statistics: Statistics
-) -> gateway_pb2.Completion:
-    completion = gateway_pb2.Completion(
-        finish_reason=output.finish_reason,
-        usage=gateway_pb2.Usage(
-            prompt_tokens=len(planned.prompt_token_ids),
-            cached_tokens=verifier.cached_tokens,
-            completion_tokens=output.token_count,
-        ),
-        seed=planned.sampling.seed,
-        speculation=statistics.to_message(),
-    )
-    if isinstance(output.matched, str):
-        completion.matched_string = output.matched
-    elif output.matched is not None:
-        completion.matched_token_id = output.matched
-    return completion

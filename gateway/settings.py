@@ -35,6 +35,7 @@ class GatewaySettings(ServiceSettings):
         1.0, ge=0.0, le=100.0, description="temperature of requests that name none"
     )
     max_new_tokens: int = Field(256, ge=1, description="token limit of requests that name none")
+    speculation: bool = Field(True, description="whether requests that do not say so draft")
     num_draft_tokens: int = Field(
         5, ge=0, description="drafted tokens a round, of requests that name no number"
     )

@@ -26,21 +26,22 @@ class Stopwatch:
         self._opened = common_pb2.Timings()
 
     def start(self) -> None:
-        """The request goes out."""
+        """The request goes out now."""
         self._begun_ns = time.monotonic_ns()
 
     def include(self, opened: common_pb2.Timings) -> None:
         """The service opened the session before it turned to the request."""
         self._opened = opened
 
-    def stop(self, answered: common_pb2.Timings) -> Exchange:
-        """The answer is there, with what the service says of its time."""
+    def stop(self, answered: common_pb2.Timings, arrived_ns: int | None = None) -> Exchange:
+        """The answer came, now or at `arrived_ns`, with what the service says of its time."""
         timings = common_pb2.Timings(
             queue_us=answered.queue_us + self._opened.queue_us,
             compute_us=answered.compute_us + self._opened.compute_us,
         )
         self._opened = common_pb2.Timings()
-        return Exchange((time.monotonic_ns() - self._begun_ns) // 1000, timings)
+        ended_ns = time.monotonic_ns() if arrived_ns is None else arrived_ns
+        return Exchange((ended_ns - self._begun_ns) // 1000, timings)
 
 
 class Statistics:
@@ -78,13 +79,10 @@ class Statistics:
         self._message.fallback_rounds += 1
         self._message.fallback_reason = reason
 
-    def add_stale(self, proposals: int) -> None:
-        """Counts proposals that came too late."""
-        self._message.stale_proposals += proposals
-
-    def to_message(self) -> gateway_pb2.SpeculationStatistics:
-        """The statistics so far, with the rates worked out."""
+    def to_message(self, stale_proposals: int) -> gateway_pb2.SpeculationStatistics:
+        """The statistics of a generation that has ended, with the rates worked out."""
         message = self._message
+        message.stale_proposals = stale_proposals
         if message.num_draft_tokens:
             message.acceptance_rate = message.num_accepted_tokens / message.num_draft_tokens
         if message.rounds:

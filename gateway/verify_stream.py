@@ -13,6 +13,10 @@ from specdec.errors import SpecdecError, describe, reason_of
 from specdec.proposals import token_ids_fault
 from specdec.v1 import common_pb2, draft_pb2, verifier_pb2, verifier_pb2_grpc
 
+# Reasons that the verifier gives and that are the client's to know. Any other means that this
+# verifier is of no use.
+_PASSED_ON = ("INVALID_REQUEST", "MODEL_FAILURE", "CONTRACT_VIOLATION")
+
 
 class VerifyStream:
     """A session at the verifier service."""
@@ -21,9 +25,10 @@ class VerifyStream:
         self,
         stub: verifier_pb2_grpc.VerifierServiceStub,
         opening: common_pb2.Open,
-        effective_vocab_size: int,
         *,
+        effective_vocab_size: int,
         deadline: float | None,
+        request_id: str,
     ) -> None:
         """
         Args:
@@ -31,9 +36,11 @@ class VerifyStream:
             opening: the session.
             effective_vocab_size: that of the target, which its tokens must be within.
             deadline: seconds that the client's call still has, or None.
+            request_id: for the verifier service's log.
         """
         self.cached_tokens = 0
-        self._call = stub.Verify(timeout=deadline)
+        self.prompt_logprobs: list[common_pb2.TokenLogprobs] = []
+        self._call = stub.Verify(timeout=deadline, metadata=(("x-request-id", request_id),))
         self._opening = opening
         self._effective_vocab_size = effective_vocab_size
         self._round = opening.round
@@ -59,6 +66,7 @@ class VerifyStream:
         with _verifier_errors():
             opened = (await self._read()).opened
         self.cached_tokens = opened.cached_tokens
+        self.prompt_logprobs = list(opened.prompt_logprobs)
         return self._stopwatch.stop(opened.timings)
 
     async def verdict(self, proposal: draft_pb2.Proposal) -> tuple[verifier_pb2.Verdict, Exchange]:
@@ -113,8 +121,9 @@ def _verifier_errors() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        if reason_of(error) == "MODEL_FAILURE":
-            reason = common_pb2.ERROR_REASON_MODEL_FAILURE
+        name = reason_of(error)
+        if name in _PASSED_ON:
+            reason = common_pb2.ErrorReason.Value(f"ERROR_REASON_{name}")
         elif error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             reason = common_pb2.ERROR_REASON_DEADLINE_EXCEEDED
         else:

@@ -25,12 +25,12 @@ class _Row:
 _TABLE: dict[int, _Row] = {
     common_pb2.ERROR_REASON_INVALID_REQUEST: _Row(grpc.StatusCode.INVALID_ARGUMENT, False),
     common_pb2.ERROR_REASON_NOT_READY: _Row(grpc.StatusCode.UNAVAILABLE, True),
-    common_pb2.ERROR_REASON_DRAINING: _Row(grpc.StatusCode.UNAVAILABLE, True),
     common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE: _Row(grpc.StatusCode.UNAVAILABLE, True),
     common_pb2.ERROR_REASON_CONTRACT_VIOLATION: _Row(grpc.StatusCode.FAILED_PRECONDITION, False),
     common_pb2.ERROR_REASON_TOKENIZER_MISMATCH: _Row(grpc.StatusCode.FAILED_PRECONDITION, False),
     common_pb2.ERROR_REASON_MODEL_FAILURE: _Row(grpc.StatusCode.INTERNAL, False),
     common_pb2.ERROR_REASON_DEADLINE_EXCEEDED: _Row(grpc.StatusCode.DEADLINE_EXCEEDED, False),
+    common_pb2.ERROR_REASON_INTERNAL: _Row(grpc.StatusCode.INTERNAL, False),
 }
 _RETRY_DELAY_SECONDS = 1
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
+from typing import Any, Literal
 
+import grpc
 import structlog
 
 LogFormat = Literal["auto", "console", "json"]
@@ -27,7 +28,13 @@ def configure(service: str, level: str, log_format: LogFormat) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer: list[structlog.types.Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(),
+                # The default shows local variables, and prompts are not for logs.
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        ]
         if log_format == "console"
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
@@ -48,3 +55,11 @@ def configure(service: str, level: str, log_format: LogFormat) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
+
+
+def request_id_of(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    """The id that the caller gave the call in its metadata, for the logs of all services."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "x-request-id" and isinstance(value, str):
+            return value[:128]
+    return None

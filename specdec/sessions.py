@@ -10,6 +10,7 @@ from specdec.proposals import distributions_fault, num_draft_tokens_fault, token
 from specdec.v1 import common_pb2
 
 PROTOCOL_VERSION = 1
+MAX_LOGIT_BIAS = 1024
 
 
 class SessionState(Enum):
@@ -34,9 +35,15 @@ class SessionContract:
         """Checks an Open.
 
         Raises:
-            SpecdecError: INVALID_REQUEST, naming every field that is at fault.
+            SpecdecError: TOKENIZER_MISMATCH; INVALID_REQUEST, naming every field that is at fault.
         """
-        violations = list(_open_violations(opening, info))
+        if opening.tokenizer_sha256 != info.tokenizer_sha256:
+            raise SpecdecError(
+                common_pb2.ERROR_REASON_TOKENIZER_MISMATCH,
+                f"this service's token table is {info.tokenizer_sha256}, the session's is "
+                f"{opening.tokenizer_sha256}",
+            )
+        violations = _open_violations(opening, info)
         if violations:
             raise SpecdecError.invalid(violations)
         self.state = SessionState.OPENING
@@ -45,6 +52,7 @@ class SessionContract:
         self.next_round = opening.round
         self.stale_messages = 0
         self._info = info
+        self._max_num_draft_tokens = opening.num_draft_tokens
 
     def begin(self, round_number: int, base_length: int) -> bool:
         """Takes a message for a round.
@@ -80,7 +88,7 @@ class SessionContract:
         """
         self._check(token_ids_fault(token_ids, self._info.effective_vocab_size))
         self._check_room(len(token_ids))
-        self._check(num_draft_tokens_fault(num_draft_tokens, self._info.max_num_draft_tokens))
+        self._check(num_draft_tokens_fault(num_draft_tokens, self._max_num_draft_tokens))
 
     def check_candidates(
         self,
@@ -94,7 +102,7 @@ class SessionContract:
         Raises:
             SpecdecError: CONTRACT_VIOLATION.
         """
-        self._check(num_draft_tokens_fault(len(token_ids), self._info.max_num_draft_tokens))
+        self._check(num_draft_tokens_fault(len(token_ids), self._max_num_draft_tokens))
         self._check_room(len(token_ids) + 1)
         vocab_size = self._info.effective_vocab_size
         self._check(token_ids_fault(token_ids, vocab_size))
@@ -143,19 +151,43 @@ def _open_violations(opening: common_pb2.Open, info: common_pb2.ModelInfo) -> li
         refuse("acceptance_rule", f"{opening.acceptance_rule} is not one that the service has")
     if opening.num_draft_tokens > info.max_num_draft_tokens:
         refuse("num_draft_tokens", f"must be at most {info.max_num_draft_tokens}")
-    found += sampling_violations(opening.sampling, "open.sampling")
+    found += sampling_violations(opening.sampling, "open.sampling", info.effective_vocab_size)
     return found
 
 
-def sampling_violations(sampling: common_pb2.Sampling, path: str) -> list[Violation]:
+def sampling_violations(
+    sampling: common_pb2.Sampling, path: str, effective_vocab_size: int
+) -> list[Violation]:
     """What is wrong with resolved sampling settings; `path` is put before the field names."""
     checks = (
         ("temperature", 0.0 <= sampling.temperature <= 100.0, "within [0, 100]"),
         ("top_p", 0.0 < sampling.top_p <= 1.0, "within (0, 1]"),
         ("min_p", 0.0 <= sampling.min_p <= 1.0, "within [0, 1]"),
+        ("repetition_penalty", 0.0 < sampling.repetition_penalty <= 10.0, "within (0, 10]"),
+        ("presence_penalty", -2.0 <= sampling.presence_penalty <= 2.0, "within [-2, 2]"),
+        ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0, "within [-2, 2]"),
     )
-    return [
+    found = [
         Violation(f"{path}.{field}", f"must be {allowed}, got {getattr(sampling, field)}")
         for field, fits, allowed in checks
         if not fits
     ]
+    for field in ("logit_bias", "allowed_token_ids", "suppressed_token_ids"):
+        fault = token_ids_fault(list(getattr(sampling, field)), effective_vocab_size)
+        if fault is not None:
+            found.append(Violation(f"{path}.{field}", fault))
+    for token_id, bias in sampling.logit_bias.items():
+        if not -100.0 <= bias <= 100.0:
+            found.append(
+                Violation(
+                    f"{path}.logit_bias[{token_id}]", f"must be within [-100, 100], got {bias}"
+                )
+            )
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        found.append(
+            Violation(
+                f"{path}.logit_bias",
+                f"must have at most {MAX_LOGIT_BIAS} entries, got {len(sampling.logit_bias)}",
+            )
+        )
+    return found

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from draft_service.drafting import sample_sparse
-from specdec.lm.processing import draw, process
+from specdec.lm.processing import draw
 from specdec.lm.randomness import Stream, gumbel, key, uniform
 from specdec.v1.common_pb2 import Sampling
+from tests.processing import processed
 from verifier_service import acceptance
 from verifier_service.verification import densify
 
@@ -52,8 +53,8 @@ class Simulator:
         self.k = k
         sampling = sampling or Sampling(temperature=1.0, top_p=1.0)
         self.vocabulary = torch.arange(target.shape[-1])
-        self.target_scores = process(target, sampling)
-        self.draft_scores = process(draft, sampling)
+        self.target_scores = processed(target, sampling)
+        self.draft_scores = processed(draft, sampling)
         self.p = self.target_scores.softmax(dim=-1)
         # What the draft sends does not depend on what it draws from it.
         zero = torch.zeros((), dtype=torch.float64)

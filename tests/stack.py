@@ -104,6 +104,8 @@ class Result:
     origins: list[int] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
     chunks: list[gateway_pb2.Chunk] = field(default_factory=list)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: gateway_pb2.PromptLogprobs | None = None
     completion: gateway_pb2.Completion = field(default_factory=gateway_pb2.Completion)
 
     @property
@@ -128,6 +130,11 @@ class Gateway:
         stop_strings: Sequence[str] = (),
         ignore_eos: bool = False,
         max_new_tokens: int | None = None,
+        min_new_tokens: int = 0,
+        include_stop_string: bool = False,
+        skip_special_tokens: bool | None = None,
+        logprobs: gateway_pb2.LogprobsParams | None = None,
+        n: int | None = None,
         **sampling: Any,
     ) -> gateway_pb2.GenerateRequest:
         request = gateway_pb2.GenerateRequest(
@@ -137,7 +144,12 @@ class Gateway:
                 stop_token_ids=stop_token_ids,
                 stop_strings=stop_strings,
                 ignore_eos=ignore_eos,
+                min_new_tokens=min_new_tokens,
+                include_stop_string=include_stop_string,
+                skip_special_tokens=skip_special_tokens,
             ),
+            logprobs=logprobs,
+            n=n,
             speculation=gateway_pb2.SpeculationParams(
                 num_draft_tokens=k, acceptance_rule=RULES[rule] if rule else None
             ),
@@ -150,14 +162,24 @@ class Gateway:
 
     async def send(self, request: gateway_pb2.GenerateRequest, **call_options: Any) -> Result:
         """Calls Generate and collects the answer."""
-        result = Result()
+        return (await self.send_for_samples(request, **call_options))[0]
+
+    async def send_for_samples(
+        self, request: gateway_pb2.GenerateRequest, **call_options: Any
+    ) -> list[Result]:
+        """Calls Generate and collects the answers of all samples."""
+        results = [Result() for _ in range(request.n or 1)]
         call = gateway_pb2_grpc.GenerationServiceStub(self.channel).Generate(
             request, **call_options
         )
         try:
             async for response in call:
+                result = results[response.index]
                 if response.WhichOneof("event") == "completion":
                     result.completion = response.completion
+                    continue
+                if response.WhichOneof("event") == "prompt_logprobs":
+                    result.prompt_logprobs = response.prompt_logprobs
                     continue
                 chunk = response.chunk
                 result.chunks.append(chunk)
@@ -165,9 +187,10 @@ class Gateway:
                 result.token_ids += chunk.token_ids
                 result.origins += chunk.origins
                 result.token_texts += chunk.token_texts
+                result.logprobs += chunk.logprobs
         finally:
             call.cancel()
-        return result
+        return results
 
     async def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         return await self.send(self.request(prompt, **options))

@@ -22,9 +22,11 @@ import torch
 from scipy import stats
 
 from draft_service.drafting import Drafter, sample_sparse
+from specdec.lm.history import History
 from specdec.lm.randomness import Stream, gumbel, key, uniform
 from specdec.v1 import common_pb2
 from specdec.v1.common_pb2 import Sampling
+from tests.processing import resolved
 from tests.simulator import START, Result, Simulator
 from verifier_service import acceptance
 from verifier_service.verification import Verifier, densify
@@ -152,13 +154,16 @@ def generate_with_services(
     value = common_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.upper()}")
     on_draft = MarkovSequence(logits_of(draft, 16), [START])
     on_target = MarkovSequence(logits_of("target", 16), [START])
-    drafter = Drafter(on_draft, sampling, value, TOP_N[16])  # type: ignore[arg-type]
-    verifier = Verifier(on_target, sampling, value)  # type: ignore[arg-type]
+    sampling = resolved(sampling)
+    histories = [History(sampling, [START], 16, torch.device("cpu"), None) for _ in range(2)]
+    opening = common_pb2.Open(sampling=sampling, acceptance_rule=value)
+    drafter = Drafter(on_draft, histories[0], sampling, value, TOP_N[16])  # type: ignore[arg-type]
+    verifier = Verifier(on_target, histories[1], opening)  # type: ignore[arg-type]
     first = None
     while len(on_target.tokens) <= length:
         base_length = len(on_target.tokens)
         token_ids, distributions = drafter.propose(k)
-        n, y = verifier.verify(token_ids, distributions)
+        n, y, _ = verifier.verify(token_ids, distributions)
         on_draft.commit(base_length, [*token_ids[:n], y])
         first = n if first is None else first
     assert first is not None

@@ -12,10 +12,11 @@ import grpc
 import pytest
 
 from specdec import services
-from specdec.cli.health import wait_until_ready
+from specdec.cli.health import check, wait_until_ready
+from specdec.lm.tokenizer import token_table_sha256
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from tests.models import byte_tokens, make_model
-from tests.stack import Gateway, drafts_are_used, free_port, gateway, pair, verifier
+from tests.stack import Gateway, draft, drafts_are_used, free_port, gateway, pair, verifier
 
 PROMPT = [5, 6, 7, 8, 9]
 OPTIONS: dict[str, Any] = {"k": 4, "seed": 3, "max_new_tokens": 30, "ignore_eos": True}
@@ -216,13 +217,31 @@ async def _lied_to(target_folder: Path, lie: Any, use: Any, **gateway_options: A
             await server.stop(0)
 
 
+async def _floods(honest: draft_pb2.Proposal, context: Any) -> list[draft_pb2.Proposal]:
+    honest.round += 1000
+    return [honest] * 200
+
+
+async def _pushes_ahead(honest: draft_pb2.Proposal, context: Any) -> list[draft_pb2.Proposal]:
+    """The proposal, and two for the next round that presume a verdict that is not given."""
+    wrong = draft_pb2.Proposal()
+    wrong.CopyFrom(honest)
+    wrong.round += 1
+    wrong.base_length += 1
+    wrong.presumed_token_ids.append(299)
+    longer = draft_pb2.Proposal()
+    longer.CopyFrom(wrong)
+    longer.base_length += 200
+    return [honest, wrong, longer]
+
+
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
         (_changed(token_ids=[1, 299, 300]), "outside the vocabulary of 300"),
         (_changed(token_ids=[1] * 9), "more than the limit of 4"),
         (_changed(base_length=4), "base_length"),
-        (_changed(round=77), "round 77"),
+        (_changed(round=77), "no proposal within"),
         (_changed(temperature=0.5), "temperature 0.5"),
         (_changed(distributions=[]), "0 distributions"),
         (_changed(distributions=[_q([1], [float("nan")]), _q([2], [1.0])]), "not positive"),
@@ -231,6 +250,7 @@ async def _lied_to(target_folder: Path, lie: Any, use: Any, **gateway_options: A
         (_changed(distributions=[_q([3], [1.0]), _q([2], [1.0])]), "does not hold token id 1"),
         (_changed(distributions=[_q([1, 999], [0.5, 0.5]), _q([2], [1.0])]), "outside the vocab"),
         (_hangs, "no proposal within"),
+        (_floods, "too many proposals"),
         (_out_of_memory, "RESOURCE_EXHAUSTED"),
     ],
 )
@@ -254,3 +274,90 @@ async def test_stale_proposals_are_dropped_and_counted(target_folder: Path) -> N
         assert speculation.stale_proposals == 2 * (speculation.rounds - 1)
 
     await _lied_to(target_folder, _with_stale_ones, use)
+
+
+async def test_proposals_pushed_for_another_outcome_are_dropped_and_counted(
+    target_folder: Path,
+) -> None:
+    async def use(running: Gateway) -> None:
+        result = await running.generate(PROMPT, rule="rejection", **OPTIONS)
+        speculation = result.speculation
+        assert speculation.fallback_rounds == 0
+        # Those of the last drafting round are for a round that never drafts.
+        assert speculation.stale_proposals == 2 * (speculation.rounds - 2)
+
+    await _lied_to(target_folder, _pushes_ahead, use)
+
+
+async def test_a_proposal_pushed_for_the_outcome_that_came_is_used(target_folder: Path) -> None:
+    async def pushes_right(honest: draft_pb2.Proposal, context: Any) -> list[draft_pb2.Proposal]:
+        """Every round is announced one early: the target's greedy tokens are known."""
+        if honest.round > 1:
+            return []
+        pushed = [honest]
+        for ahead in range(1, 29):
+            proposal = draft_pb2.Proposal()
+            proposal.CopyFrom(honest)
+            proposal.ClearField("token_ids")
+            proposal.token_ids.append((plain[ahead] + 1) % 300)
+            proposal.round += ahead
+            proposal.base_length += ahead
+            proposal.presumed_token_ids.extend(plain[:ahead])
+            pushed.append(proposal)
+        pushed[0].ClearField("token_ids")
+        pushed[0].token_ids.append((plain[0] + 1) % 300)
+        return pushed
+
+    options = {**OPTIONS, "temperature": 0.0, "k": 1}
+    async with pair(target_folder, None) as stack:
+        plain = (await stack.generate(PROMPT, **options)).token_ids
+
+    async def use(running: Gateway) -> None:
+        result = await running.generate(PROMPT, **options)
+        assert result.token_ids == plain
+        assert result.speculation.fallback_rounds == 0
+        assert result.speculation.num_draft_tokens == 29
+        assert result.speculation.num_accepted_tokens == 0
+
+    await _lied_to(target_folder, pushes_right, use)
+
+
+async def test_a_draft_replaced_by_one_of_another_tokenizer_is_not_used(
+    target_folder: Path, draft_folder: Path, tmp_path: Path
+) -> None:
+    table = byte_tokens(300)
+    names = list(table)
+    names[10], names[20] = names[20], names[10]
+    permuted = {name: index for index, name in enumerate(names)}
+    other = make_model(tmp_path / "permuted", seed=1, rows=300, table=permuted)
+    port = free_port()
+    async with verifier(target_folder) as (verifier_address, _):
+        first = draft(draft_folder, port=port)
+        address, _ = await first.__aenter__()
+        async with gateway(verifier_address, address) as running:
+            await drafts_are_used(running)
+            await first.__aexit__(None, None, None)
+            # No call was made in between, so that no call could fail.
+            async with draft(other, port=port):
+                for _ in range(3):
+                    result = await running.generate(PROMPT, **OPTIONS)
+                    assert result.speculation.num_draft_tokens == 0
+                    assert result.speculation.fallback_rounds == 29
+                    await asyncio.sleep(0.3)
+                assert "TOKENIZER_MISMATCH" in result.speculation.fallback_reason
+                assert token_table_sha256(table) in result.speculation.fallback_reason
+                assert token_table_sha256(permuted) in result.speculation.fallback_reason
+
+
+async def test_the_gateway_is_not_ready_once_its_verifier_is_gone(target_folder: Path) -> None:
+    gone = verifier(target_folder)
+    verifier_address, _ = await gone.__aenter__()
+    async with gateway(verifier_address) as running:
+        await running.generate(PROMPT, **OPTIONS)
+        await gone.__aexit__(None, None, None)
+        for _ in range(100):
+            if await check(services.GATEWAY, running.address) is not None:
+                break
+            await asyncio.sleep(0.02)
+        else:
+            pytest.fail("the gateway says that it is ready without a verifier")

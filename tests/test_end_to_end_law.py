@@ -18,9 +18,9 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from specdec.lm.processing import process
 from specdec.v1 import common_pb2
 from tests.models import byte_tokens, make_model
+from tests.processing import processed
 from tests.stack import Stack, pair
 
 VOCABULARY = 16
@@ -36,7 +36,8 @@ def exact_law(folder: Path, sampling: common_pb2.Sampling) -> torch.Tensor:
         first = model(torch.tensor([PROMPT])).logits[0, -1]
         batch = torch.tensor([[*PROMPT, token] for token in range(VOCABULARY)])
         second = model(batch).logits[:, -1]
-    return process(first, sampling).softmax(-1)[:, None] * process(second, sampling).softmax(-1)
+    first, second = (processed(rows, sampling).softmax(-1) for rows in (first, second))
+    return first[:, None] * second
 
 
 async def draw(stack: Stack, rule: str, k: int, sampling: common_pb2.Sampling) -> torch.Tensor:

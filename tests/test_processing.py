@@ -17,8 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.lm.processing import draw, is_greedy, process
+from specdec.lm.processing import draw, is_greedy
 from specdec.v1.common_pb2 import Sampling
+from tests.processing import processed
 
 ROWS, VOCABULARY = 64, 50
 BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -52,7 +53,7 @@ def random_logits(scale: float = 2.5) -> torch.Tensor:
 
 
 def assert_same(logits: torch.Tensor, settings: Sampling) -> None:
-    ours, theirs = process(logits, settings), reference(logits, settings)
+    ours, theirs = processed(logits, settings), reference(logits, settings)
     assert torch.equal(ours > -torch.inf, theirs > -torch.inf)
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=0.0, atol=1e-6)
 
@@ -85,32 +86,32 @@ def test_tokens_that_are_already_excluded_stay_excluded(settings: Sampling) -> N
     logits = random_logits()
     excluded = torch.rand(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(3)) < 0.6
     logits = logits.masked_fill(excluded, -torch.inf)
-    assert not (process(logits, settings) > -torch.inf)[excluded].any()
+    assert not (processed(logits, settings) > -torch.inf)[excluded].any()
     assert_same(logits, settings)
 
 
 def test_top_k_keeps_all_finite_tokens_when_fewer_than_k_are_left() -> None:
     logits = torch.full((1, 10), -torch.inf)
     logits[0, [2, 7]] = torch.tensor([1.0, -3.0])
-    assert (process(logits, sampling(top_k=5)) > -torch.inf).nonzero()[:, 1].tolist() == [2, 7]
+    assert (processed(logits, sampling(top_k=5)) > -torch.inf).nonzero()[:, 1].tolist() == [2, 7]
 
 
 def test_top_k_keeps_every_token_that_ties_with_the_kth() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
-    kept = process(logits, sampling(top_k=2)) > -torch.inf
+    kept = processed(logits, sampling(top_k=2)) > -torch.inf
     assert kept.tolist() == [[True, False, True, True, True, False]]
     assert torch.equal(kept, reference(logits, sampling(top_k=2)) > -torch.inf)
 
 
 def test_a_tiny_top_p_keeps_exactly_the_most_likely_token() -> None:
     logits = random_logits()
-    kept = process(logits, sampling(top_p=1e-30)) > -torch.inf
+    kept = processed(logits, sampling(top_p=1e-30)) > -torch.inf
     assert kept.sum(dim=-1).tolist() == [1] * ROWS
     assert torch.equal(kept.long().argmax(dim=-1), logits.argmax(dim=-1))
 
 
 def test_top_p_keeps_one_token_of_a_row_of_equals() -> None:
-    kept = process(torch.zeros(3, 8), sampling(top_p=0.1)) > -torch.inf
+    kept = processed(torch.zeros(3, 8), sampling(top_p=0.1)) > -torch.inf
     assert kept.sum(dim=-1).tolist() == [1, 1, 1]
 
 
@@ -118,19 +119,20 @@ def test_top_p_keeps_the_token_that_reaches_it_and_no_further_one() -> None:
     # Powers of two: the sums are exact.
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log()
     for top_p, kept in [(0.5, 1), (0.500001, 2), (0.75, 2), (0.750001, 3), (0.99, 4)]:
-        assert int((process(logits, sampling(top_p=top_p)) > -torch.inf).sum()) == kept, top_p
+        assert int((processed(logits, sampling(top_p=top_p)) > -torch.inf).sum()) == kept, top_p
 
 
 def test_min_p_keeps_the_tokens_from_the_limit_on() -> None:
     for factor, kept in [(1.0 - 1e-9, 1), (1.0 + 1e-9, 2)]:
         logits = torch.tensor([1.0, 0.1 * factor], dtype=torch.float64).log()
-        assert int((process(logits, sampling(min_p=0.1)) > -torch.inf).sum()) == kept
+        assert int((processed(logits, sampling(min_p=0.1)) > -torch.inf).sum()) == kept
 
 
 def test_filters_apply_after_the_temperature() -> None:
     logits = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
     kept = [
-        int((process(logits, sampling(t, top_p=0.65)) > -torch.inf).sum()) for t in (0.5, 1.0, 8.0)
+        int((processed(logits, sampling(t, top_p=0.65)) > -torch.inf).sum())
+        for t in (0.5, 1.0, 8.0)
     ]
     assert kept == [1, 2, 2]
 
@@ -139,16 +141,16 @@ def test_filters_apply_after_the_temperature() -> None:
 def test_logits_of_any_dtype_are_processed_in_float64(dtype: torch.dtype) -> None:
     logits = random_logits().to(dtype)
     settings = sampling(0.7, top_k=20, top_p=0.9, min_p=0.01)
-    scores = process(logits, settings)
+    scores = processed(logits, settings)
     assert scores.dtype == torch.float64
-    assert torch.equal(scores, process(logits.double(), settings))
+    assert torch.equal(scores, processed(logits.double(), settings))
 
 
 def test_rows_are_processed_independently_of_their_neighbours() -> None:
     logits, settings = random_logits(), sampling(0.7, top_k=20, top_p=0.9, min_p=0.01)
-    together = process(logits.reshape(4, 16, VOCABULARY), settings).reshape(ROWS, VOCABULARY)
+    together = processed(logits.reshape(4, 16, VOCABULARY), settings).reshape(ROWS, VOCABULARY)
     for row in range(ROWS):
-        assert torch.equal(process(logits[row], settings), together[row])
+        assert torch.equal(processed(logits[row], settings), together[row])
 
 
 @pytest.mark.parametrize("settings", [sampling(top_p=0.8), sampling(top_p=0.95, top_k=200)])
@@ -157,9 +159,9 @@ def test_ties_are_resolved_independently_of_the_neighbours(settings: Sampling) -
     generator = torch.Generator().manual_seed(22)
     scales = torch.tensor([4.0, 2.0, 1.0, 0.1]).unsqueeze(-1)
     logits = (scales * torch.randn(4, 5_000, generator=generator)).to(torch.bfloat16)
-    together = process(logits, settings)
+    together = processed(logits, settings)
     for row in range(4):
-        assert torch.equal(process(logits[row], settings), together[row]), row
+        assert torch.equal(processed(logits[row], settings), together[row]), row
 
 
 def test_only_temperature_zero_is_greedy() -> None:

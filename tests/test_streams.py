@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from specdec.errors import reason_of
+from specdec.lm.tokenizer import token_table_sha256
 from specdec.v1 import (
     common_pb2,
     draft_pb2,
@@ -18,9 +19,15 @@ from specdec.v1 import (
     verifier_pb2,
     verifier_pb2_grpc,
 )
+from tests.models import byte_tokens
 from tests.stack import draft, verifier
 
 PROMPT = [5, 6, 7, 8]
+TABLE_SHA256 = token_table_sha256(byte_tokens(300))
+
+
+def sampling(**fields: Any) -> common_pb2.Sampling:
+    return common_pb2.Sampling(**{"top_p": 1.0, "repetition_penalty": 1.0, **fields})
 
 
 def opening(committed: list[int] | None = None, **changes: Any) -> common_pb2.Open:
@@ -31,9 +38,10 @@ def opening(committed: list[int] | None = None, **changes: Any) -> common_pb2.Op
         "base_length": len(PROMPT) + len(committed),
         "prompt_token_ids": PROMPT,
         "committed_token_ids": committed,
-        "sampling": common_pb2.Sampling(temperature=0.8, top_p=1.0, seed=4),
+        "sampling": sampling(temperature=0.8, seed=4),
         "acceptance_rule": common_pb2.ACCEPTANCE_RULE_COUPLED,
         "num_draft_tokens": 3,
+        "tokenizer_sha256": TABLE_SHA256,
     }
     return common_pb2.Open(**{**fields, **changes})
 
@@ -161,7 +169,7 @@ async def test_drafting_does_not_depend_on_what_was_drafted_before(draft_folder:
 async def test_no_more_is_drafted_than_was_asked_for(draft_folder: Path) -> None:
     async with drafting(draft_folder) as channel:
         client = DraftClient(channel)
-        assert len((await client.open(opening(num_draft_tokens=0))).token_ids) == 0
+        assert len((await client.open(opening(num_draft_tokens=5))).token_ids) == 5
         base_length = 4
         for number, k in enumerate((2, 0, 5, 1), start=2):
             proposal = await client.advance(
@@ -176,9 +184,7 @@ async def test_no_more_is_drafted_than_was_asked_for(draft_folder: Path) -> None
 async def test_only_sparse_numbers_cross_the_wire(draft_folder: Path, rule: Any) -> None:
     async with drafting(draft_folder) as channel:
         sampled = await DraftClient(channel).open(opening(acceptance_rule=rule))
-        greedy = await DraftClient(channel).open(
-            opening(acceptance_rule=rule, sampling=common_pb2.Sampling(top_p=1.0))
-        )
+        greedy = await DraftClient(channel).open(opening(acceptance_rule=rule, sampling=sampling()))
     if rule == common_pb2.ACCEPTANCE_RULE_COUPLED:
         assert not sampled.distributions
     else:
@@ -237,7 +243,7 @@ async def test_a_contradiction_fails_that_session_and_no_other(
     async with verifying(target_folder) as channel:
         neighbour, client = VerifyClient(channel), VerifyClient(channel)
         await neighbour.open(opening())
-        await client.open(opening())
+        await client.open(opening(num_draft_tokens=8))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.verdict(**contradiction)
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
@@ -247,7 +253,7 @@ async def test_a_contradiction_fails_that_session_and_no_other(
     async with drafting(draft_folder) as channel:
         bystander, drafter = DraftClient(channel), DraftClient(channel)
         await bystander.open(opening())
-        await drafter.open(opening())
+        await drafter.open(opening(num_draft_tokens=8))
         fields = {**contradiction, "round": 2}
         if len(fields.get("token_ids", ())) == 9:
             fields = {"round": 2, "base_length": 4, "num_draft_tokens": 9}
@@ -269,9 +275,13 @@ async def test_a_contradiction_fails_that_session_and_no_other(
         ("acceptance_rule", {"acceptance_rule": 0}),
         ("acceptance_rule", {"acceptance_rule": 44}),
         ("num_draft_tokens", {"num_draft_tokens": 9}),
-        ("temperature", {"sampling": common_pb2.Sampling(temperature=-1.0, top_p=1.0)}),
-        ("temperature", {"sampling": common_pb2.Sampling(temperature=float("nan"), top_p=1.0)}),
-        ("top_p", {"sampling": common_pb2.Sampling(temperature=1.0)}),
+        ("temperature", {"sampling": sampling(temperature=-1.0)}),
+        ("temperature", {"sampling": sampling(temperature=float("nan"))}),
+        ("top_p", {"sampling": sampling(top_p=0.0)}),
+        ("repetition_penalty", {"sampling": sampling(repetition_penalty=0.0)}),
+        ("presence_penalty", {"sampling": sampling(presence_penalty=2.5)}),
+        ("logit_bias", {"sampling": sampling(logit_bias={300: 1.0})}),
+        ("suppressed_token_ids", {"sampling": sampling(suppressed_token_ids=[300])}),
     ],
 )
 async def test_a_bad_open_is_refused_by_the_name_of_its_field(
@@ -302,3 +312,19 @@ async def test_a_session_is_opened_only_once(target_folder: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.open(opening())
         assert reason_of(caught.value) == "CONTRACT_VIOLATION"
+
+
+async def test_a_session_of_another_token_table_is_refused_with_both_hashes(
+    target_folder: Path, draft_folder: Path
+) -> None:
+    other = "0" * 64
+    async with verifying(target_folder) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as verifier_error:
+            await VerifyClient(channel).open(opening(tokenizer_sha256=other))
+    async with drafting(draft_folder) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as draft_error:
+            await DraftClient(channel).open(opening(tokenizer_sha256=other))
+    for caught in (verifier_error, draft_error):
+        assert reason_of(caught.value) == "TOKENIZER_MISMATCH"
+        assert TABLE_SHA256 in (caught.value.details() or "")
+        assert other in (caught.value.details() or "")

@@ -26,14 +26,14 @@ class Outcome(NamedTuple):
     """y, int64 [...]: the correction if n < K, the bonus if n = K."""
 
 
-def greedy(logits: torch.Tensor, x: torch.Tensor) -> Outcome:
+def greedy(scores: torch.Tensor, x: torch.Tensor) -> Outcome:
     """Temperature 0: a drafted token stands while it is the target's argmax.
 
     Args:
-        logits: [..., K + 1, V].
+        scores: [..., K + 1, V], processed.
         x: int64 [..., K].
     """
-    return _match(logits.argmax(dim=-1), x)
+    return _match(scores.argmax(dim=-1), x)
 
 
 def coupled(scores: torch.Tensor, noise: torch.Tensor, x: torch.Tensor) -> Outcome:

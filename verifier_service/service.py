@@ -57,8 +57,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
         runtime = await require(self.runtime, context)
         async with runtime.session(request_iterator, context) as session:
-            opening = session.opening
-            verifier = Verifier(session.sequence, opening.sampling, opening.acceptance_rule)
+            verifier = Verifier(session.sequence, session.history, session.opening)
             yield verifier_pb2.VerifyResponse(opened=session.opened)
             async for request in request_iterator:
                 candidates = _candidates_of(request)
@@ -83,15 +82,17 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 session.opening.sampling, session.opening.acceptance_rule
             ),
         )
-        (n, y), timings = await runtime.thread.run(verifier.verify, token_ids, distributions)
+        verified, timings = await runtime.thread.run(verifier.verify, token_ids, distributions)
+        n = verified.num_accepted
         contract.end(candidates.round, n + 1)
         return verifier_pb2.VerifyResponse(
             verdict=verifier_pb2.Verdict(
                 round=candidates.round,
                 base_length=candidates.base_length,
                 num_accepted=n,
-                token_ids=[*token_ids[:n], y],
+                token_ids=[*token_ids[:n], verified.next_token],
                 timings=timings,
+                logprobs=verified.logprobs,
             )
         )
 

@@ -58,7 +58,9 @@ def children(
 
 def shared_cores() -> int:
     """How many cores each of the two model services should use on a CPU."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+    # Only Linux tells which cores this process may use.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (allowed or 1) // 2)
 
 
 def reporter(console: Console) -> Report:

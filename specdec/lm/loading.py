@@ -5,31 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
+from specdec.lm.architecture import (
+    ModelLoadError,
+    check_architecture,
+    check_rollback,
+    check_weights,
+)
 from specdec.lm.model import CausalLM
 from specdec.lm.settings import DType
 from specdec.lm.tokenizer import TokenizerData
-
-_SUPPORTED = "a model with causal attention, such as the Llama, Qwen and Mistral families"
-# What a layer may be for its state to be rolled back to any earlier length.
-_REWINDABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-class ModelLoadError(Exception):
-    """A model cannot be loaded. The message is one line that says what to do."""
 
 
 class LoadedModel(NamedTuple):
@@ -85,8 +81,8 @@ def load(
         config = AutoConfig.from_pretrained(**where)
         check_architecture(config)
         raw_tokenizer = AutoTokenizer.from_pretrained(**where)
-        raw_model = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=_dtype(dtype, target_device)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=_dtype(dtype, target_device), output_loading_info=True
         )
     except ModelLoadError:
         raise
@@ -97,8 +93,8 @@ def load(
             f"cannot load {model_id!r}: {cause[:400]} (check the name, the network and that the "
             "files are complete)"
         ) from error
-    if any(getattr(module, "is_causal", None) is False for module in raw_model.modules()):
-        raise ModelLoadError(_not_a_decoder(config))
+    raw_model, report = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
+    check_weights(model_id, raw_model, report)
     if keep_layers is not None:
         _keep_layers(raw_model, keep_layers)
     raw_model.to(device=target_device)  # type: ignore[call-arg]
@@ -118,62 +114,12 @@ def load(
     if not limits:
         raise ModelLoadError(f"{model_id!r} states no context length: give --max-context-length")
     model = CausalLM(raw_model, tokenizer.effective_vocab_size)
-    _check_rollback(model, config)
+    check_rollback(model, config)
     return LoadedModel(
         model,
         tokenizer,
         _eos_token_ids(raw_model, raw_tokenizer.eos_token_id),
         min(limits),
-    )
-
-
-def check_architecture(config: PreTrainedConfig) -> None:
-    """Refuses what is not a decoder-only model whose state can be rolled back.
-
-    Raises:
-        ModelLoadError: names the architecture and why it is refused.
-    """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        raise ModelLoadError(_not_a_decoder(config))
-    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if layer_types - _REWINDABLE_LAYERS:
-        raise ModelLoadError(_cannot_rewind(config))
-
-
-def _not_a_decoder(config: PreTrainedConfig) -> str:
-    return (
-        f"architecture {config.model_type!r} is not supported: it is no decoder-only language "
-        f"model; choose {_SUPPORTED}"
-    )
-
-
-def _check_rollback(model: CausalLM, config: PreTrainedConfig) -> None:
-    """Refuses a model that does not continue from a rolled-back cache as from a fresh one.
-
-    It is tried out, because no attribute of an architecture says it. It is also the warm-up.
-    """
-    try:
-        rolled_back, fresh = model.new_cache(), model.new_cache()
-        model.forward(rolled_back, [0, 1, 2], 1)
-        lengths = [rolled_back.length]
-        rolled_back.truncate(1)
-        lengths.append(rolled_back.length)
-        after = model.forward(rolled_back, [3], 1).float()
-        expected = model.forward(fresh, [0, 3], 1).float()
-    except Exception as error:
-        raise ModelLoadError(
-            f"architecture {config.model_type!r} is not supported: a trial run failed "
-            f"({type(error).__name__}: {str(error)[:200]}); choose {_SUPPORTED}"
-        ) from error
-    # Half-precision rounding is far below this, another context far above.
-    if lengths != [3, 1] or (after - expected).norm() > 0.05 * expected.norm():
-        raise ModelLoadError(_cannot_rewind(config))
-
-
-def _cannot_rewind(config: PreTrainedConfig) -> str:
-    return (
-        f"architecture {config.model_type!r} is not supported: its state cannot be rolled back "
-        f"when drafted tokens are rejected; choose {_SUPPORTED}"
     )
 
 

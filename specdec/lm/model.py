@@ -22,6 +22,15 @@ class KVCache:
         """How many tokens it holds."""
         return int(self.past.get_seq_length())
 
+    def copy(self, length: int) -> KVCache:
+        """A cache of its own that holds the first `length` tokens of this one."""
+        twin = KVCache()
+        for index, layer in enumerate(self.past.layers):
+            # `check_architecture` lets only layers of keys and values through.
+            keys, values = (getattr(layer, name)[..., :length, :] for name in ("keys", "values"))
+            twin.past.update(keys.clone(), values.clone(), index)
+        return twin
+
     def truncate(self, length: int) -> None:
         """Forgets all but the first `length` tokens. A `length` beyond the end changes nothing."""
         surplus = self.length - length

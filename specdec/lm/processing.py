@@ -1,10 +1,16 @@
 """From logits to the distribution that is sampled, for draft, target and plain decoding alike.
 
-Processors run in one order: mask the vocabulary's padding, temperature, top-k, top-p, min-p. It is
-the order of transformers' `generate`, and each processor keeps the tokens that the one there keeps.
+Processors run in one order, which is that of transformers' `generate` where it has them: logit
+bias, repetition penalty, presence and frequency penalty, masks (minimum length, allowed and
+suppressed tokens, grammar), temperature, top-k, top-p, min-p. Every row is processed by its own
+settings and as of its own history, so that rows of one block and of different sessions go through
+together.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -18,44 +24,119 @@ def is_greedy(sampling: common_pb2.Sampling) -> bool:
     return sampling.temperature == 0.0
 
 
-def process(logits: torch.Tensor, sampling: common_pb2.Sampling) -> torch.Tensor:
-    """Processed scores at a temperature above 0; a token that is filtered out has −inf.
+@dataclass(frozen=True)
+class Rows:
+    """How each of R rows of logits is processed. An attribute that is None does nothing."""
+
+    temperature: torch.Tensor
+    """float64 [R, 1]. 0 leaves the scores as they are; the caller takes their argmax."""
+    top_k: torch.Tensor
+    """int64 [R, 1]; 0 keeps all."""
+    top_p: torch.Tensor
+    """float64 [R, 1]; 1 keeps all."""
+    min_p: torch.Tensor
+    """float64 [R, 1]; 0 keeps all."""
+    repetition_penalty: torch.Tensor
+    """float64 [R, 1]; 1 does nothing."""
+    presence_penalty: torch.Tensor
+    """float64 [R, 1]."""
+    frequency_penalty: torch.Tensor
+    """float64 [R, 1]."""
+    bias: torch.Tensor | None = None
+    """float64 [R, V], added to the logits."""
+    seen: torch.Tensor | None = None
+    """bool [R, V]: the tokens of prompt and output, for the repetition penalty."""
+    counts: torch.Tensor | None = None
+    """float64 [R, V]: how often each token occurs in the output, for the other two."""
+    forbidden: torch.Tensor | None = None
+    """bool [R, V]: the tokens that must not be sampled."""
+
+
+_NEUTRAL = {"bias": torch.float64, "seen": torch.bool, "counts": torch.float64}
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """The rows of several blocks, one after the other."""
+
+    def column(name: str) -> torch.Tensor | None:
+        values = [getattr(part, name) for part in parts]
+        if all(value is None for value in values):
+            return None
+        width = next(value.shape[-1] for value in values if value is not None)
+        dtype = _NEUTRAL.get(name, torch.bool)
+        return torch.cat(
+            [
+                part.temperature.new_zeros((len(part.temperature), width), dtype=dtype)
+                if value is None
+                else value
+                for part, value in zip(parts, values, strict=True)
+            ]
+        )
+
+    return Rows(**{field.name: column(field.name) for field in fields(Rows)})  # type: ignore[arg-type]
+
+
+def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Processed scores; a token that is filtered out or forbidden has −inf.
 
     Args:
-        logits: [..., V], any float dtype, padding of the vocabulary already cut off.
-        sampling: the session's settings.
+        logits: [R, V], any float dtype, padding of the vocabulary already cut off.
+        rows: how to process each row.
 
     Returns:
-        float64 [..., V]. `softmax` of it is the distribution p (or q) of the acceptance rules.
+        float64 [R, V]. `softmax` of it is the distribution p (or q) of the acceptance rules. A
+        row in which everything is forbidden is NaN.
     """
-    scores = logits.to(torch.float64) / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        kth = torch.topk(scores, sampling.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < kth, -torch.inf)
-    if sampling.top_p < 1.0:
-        scores = _top_p(scores, sampling.top_p)
-    if sampling.min_p > 0.0:
-        best = scores.max(dim=-1, keepdim=True).values
+    scores = logits.to(torch.float64)
+    if rows.bias is not None:
+        scores = scores + rows.bias
+    if rows.seen is not None:
+        penalized = torch.where(
+            scores > 0, scores / rows.repetition_penalty, scores * rows.repetition_penalty
+        )
+        scores = torch.where(rows.seen, penalized, scores)
+    if rows.counts is not None:
+        scores = scores - rows.frequency_penalty * rows.counts
+        scores = scores - rows.presence_penalty * (rows.counts > 0)
+    if rows.forbidden is not None:
+        scores = scores.masked_fill(rows.forbidden, -torch.inf)
+    # Differences to the best: however small the temperature, that one does not overflow.
+    best = scores.amax(dim=-1, keepdim=True)
+    scores = (scores - best) / torch.where(rows.temperature > 0.0, rows.temperature, 1.0)
+    if bool((rows.top_k > 0).any()):
+        scores = _top_k(scores, rows.top_k)
+    if bool((rows.top_p < 1.0).any()):
+        scores = _top_p(scores, rows.top_p)
+    if bool((rows.min_p > 0.0).any()):
         # p(x) < min_p · p(best), said in logs: no normaliser is needed.
-        limit = best + torch.log(torch.tensor(sampling.min_p, dtype=torch.float64))
+        limit = scores.max(dim=-1, keepdim=True).values + rows.min_p.log()
         scores = scores.masked_fill(scores < limit, -torch.inf)
     return scores
 
 
-def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+def _top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Keeps the top_k most likely tokens, and those that equal the last of them."""
+    size = scores.shape[-1]
+    limit = torch.where(top_k > 0, top_k, size).clamp(max=size)
+    kept_in_any = limit.masked_fill(limit == size, 1).max()
+    top = torch.topk(scores, int(kept_in_any), dim=-1).values
+    kth = top.gather(-1, limit.clamp(max=top.shape[-1]) - 1)
+    return scores.masked_fill((scores < kth) & (limit < size), -torch.inf)
+
+
+def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the smallest set of most likely tokens whose probability reaches top_p."""
     log_total = scores.logsumexp(dim=-1, keepdim=True)
     size = scores.shape[-1]
     # The set is nearly always small, and to find the likeliest is much cheaper than to sort all.
     for count in (min(_TOP_P_FIRST_LOOK, size), size):
-        top = (
-            torch.topk(scores, count, dim=-1).values
-            if count < size
-            else scores.sort(dim=-1, descending=True).values
-        )
+        if count < size:
+            top = torch.topk(scores, count, dim=-1).values
+        else:
+            top = scores.sort(dim=-1, descending=True).values
         probabilities = (top - log_total).exp()
         dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        if bool(dropped[..., -1].all()):
+        if bool((dropped[..., -1:] | (top_p >= 1.0)).all()):
             break
     num_kept = (~dropped).sum(dim=-1, keepdim=True)
     least = top.gather(-1, num_kept - 1)
@@ -63,7 +144,7 @@ def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     # neighbouring rows, which decide how far it looks.
     above, ties = scores > least, scores == least
     room = num_kept - above.sum(dim=-1, keepdim=True)
-    kept = above | (ties & (ties.cumsum(dim=-1) <= room))
+    kept = above | (ties & (ties.cumsum(dim=-1) <= room)) | (top_p >= 1.0)
     return scores.masked_fill(~kept, -torch.inf)
 
 

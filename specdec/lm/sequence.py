@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -27,16 +27,44 @@ class CachedSequence:
         """How many of the tokens are in the cache."""
         return self._cache.length
 
-    def prefill(self, max_tokens: int) -> bool:
+    @property
+    def prefilled(self) -> bool:
+        """Whether only the last token is pending."""
+        return self.cached_length >= len(self.tokens) - 1
+
+    def prefill(self, max_tokens: int, *, all_logits: bool = False) -> torch.Tensor:
         """Feeds up to `max_tokens` pending tokens, but never the last one.
 
+        To be called only while not `prefilled`.
+
         Returns:
-            Whether more remain to be fed before that last one.
+            [fed, effective vocabulary] if `all_logits`: the logits that follow each of the tokens
+            that were fed. Otherwise the last row of it.
         """
         end = min(self.cached_length + max_tokens, len(self.tokens) - 1)
-        if end > self.cached_length:
-            self._model.forward(self._cache, self.tokens[self.cached_length : end], num_logits=1)
-        return self.cached_length < len(self.tokens) - 1
+        fed = self.tokens[self.cached_length : end]
+        return self._model.forward(self._cache, fed, len(fed) if all_logits else 1)
+
+    def adopt(self, others: Iterable[CachedSequence]) -> int:
+        """Copies the longest beginning that another sequence of this model has in its cache.
+
+        To be called while nothing is cached.
+
+        Returns:
+            How many tokens are cached now.
+        """
+        best = max(others, key=self._shared_length, default=None)
+        if best is not None and (length := self._shared_length(best)) > 0:
+            self._cache = best._cache.copy(length)
+        return self.cached_length
+
+    def _shared_length(self, other: CachedSequence) -> int:
+        """How much of `other`'s cache is a beginning of this sequence, its last token excluded."""
+        limit = min(other.cached_length, len(self.tokens) - 1)
+        mine, theirs = self.tokens[:limit], other.tokens[:limit]
+        if mine == theirs:
+            return limit
+        return next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds tokens at the end. They stay pending."""

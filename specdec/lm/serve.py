@@ -9,7 +9,8 @@ from typing import Protocol
 import grpc
 import structlog
 
-from specdec.lm.loading import ModelLoadError, load
+from specdec.lm.architecture import ModelLoadError
+from specdec.lm.loading import load
 from specdec.lm.runtime import ModelRuntime
 from specdec.lm.settings import ModelServiceSettings
 from specdec.lm.thread import ModelThread

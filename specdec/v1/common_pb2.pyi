@@ -37,7 +37,9 @@ class _AcceptanceRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Accept
     """
     ACCEPTANCE_RULE_COUPLED: _AcceptanceRule.ValueType  # 3
     """Draft and target share Gumbel noise keyed by seed and position (arXiv 2408.07978). The output
-    depends on target, prompt and seed alone, whatever the draft does, and no q is sent.
+    depends on target, prompt and seed alone, whatever the draft does, and no q is sent. As with
+    greedy decoding, that takes a target whose logits do not depend on how many tokens a pass
+    verifies: float32 does that in practice, in half precision near-ties can fall either way.
     """
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
@@ -55,7 +57,9 @@ ACCEPTANCE_RULE_BLOCK: AcceptanceRule.ValueType  # 2
 """
 ACCEPTANCE_RULE_COUPLED: AcceptanceRule.ValueType  # 3
 """Draft and target share Gumbel noise keyed by seed and position (arXiv 2408.07978). The output
-depends on target, prompt and seed alone, whatever the draft does, and no q is sent.
+depends on target, prompt and seed alone, whatever the draft does, and no q is sent. As with
+greedy decoding, that takes a target whose logits do not depend on how many tokens a pass
+verifies: float32 does that in practice, in half precision near-ties can fall either way.
 """
 Global___AcceptanceRule: _TypeAlias = AcceptanceRule  # noqa: Y015
 
@@ -71,18 +75,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A field of the request is malformed or out of range; BadRequest details name it. Not retryable."""
     ERROR_REASON_NOT_READY: _ErrorReason.ValueType  # 2
     """The service is still loading or its peer is not reachable yet. Retry after the RetryInfo delay."""
-    ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 3
-    """The service is shutting down. Retry on another replica."""
-    ERROR_REASON_VERIFIER_UNAVAILABLE: _ErrorReason.ValueType  # 4
+    ERROR_REASON_VERIFIER_UNAVAILABLE: _ErrorReason.ValueType  # 3
     """The verifier went away in the middle of a generation. Retryable."""
-    ERROR_REASON_CONTRACT_VIOLATION: _ErrorReason.ValueType  # 5
+    ERROR_REASON_CONTRACT_VIOLATION: _ErrorReason.ValueType  # 4
     """A peer sent a message that contradicts the session's state. Not retryable as it stands."""
-    ERROR_REASON_TOKENIZER_MISMATCH: _ErrorReason.ValueType  # 6
-    """Draft and target do not share one token table. Not retryable."""
-    ERROR_REASON_MODEL_FAILURE: _ErrorReason.ValueType  # 7
+    ERROR_REASON_TOKENIZER_MISMATCH: _ErrorReason.ValueType  # 5
+    """The session was opened for another token table than the service has. Not retryable there."""
+    ERROR_REASON_MODEL_FAILURE: _ErrorReason.ValueType  # 6
     """The model's forward pass failed. The id of the session is in the service's log."""
-    ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 8
+    ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 7
     """The client's deadline passed before the work was done."""
+    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 8
+    """Something that should not happen did. The id of the session is in the gateway's log."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The name without its prefix is the reason of the google.rpc.ErrorInfo detail
@@ -95,19 +99,47 @@ ERROR_REASON_INVALID_REQUEST: ErrorReason.ValueType  # 1
 """A field of the request is malformed or out of range; BadRequest details name it. Not retryable."""
 ERROR_REASON_NOT_READY: ErrorReason.ValueType  # 2
 """The service is still loading or its peer is not reachable yet. Retry after the RetryInfo delay."""
-ERROR_REASON_DRAINING: ErrorReason.ValueType  # 3
-"""The service is shutting down. Retry on another replica."""
-ERROR_REASON_VERIFIER_UNAVAILABLE: ErrorReason.ValueType  # 4
+ERROR_REASON_VERIFIER_UNAVAILABLE: ErrorReason.ValueType  # 3
 """The verifier went away in the middle of a generation. Retryable."""
-ERROR_REASON_CONTRACT_VIOLATION: ErrorReason.ValueType  # 5
+ERROR_REASON_CONTRACT_VIOLATION: ErrorReason.ValueType  # 4
 """A peer sent a message that contradicts the session's state. Not retryable as it stands."""
-ERROR_REASON_TOKENIZER_MISMATCH: ErrorReason.ValueType  # 6
-"""Draft and target do not share one token table. Not retryable."""
-ERROR_REASON_MODEL_FAILURE: ErrorReason.ValueType  # 7
+ERROR_REASON_TOKENIZER_MISMATCH: ErrorReason.ValueType  # 5
+"""The session was opened for another token table than the service has. Not retryable there."""
+ERROR_REASON_MODEL_FAILURE: ErrorReason.ValueType  # 6
 """The model's forward pass failed. The id of the session is in the service's log."""
-ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 8
+ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 7
 """The client's deadline passed before the work was done."""
+ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 8
+"""Something that should not happen did. The id of the session is in the gateway's log."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
+
+class _LogprobsMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogprobsModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOGPROBS_MODE_UNSPECIFIED: _LogprobsMode.ValueType  # 0
+    """The default, which is RAW."""
+    LOGPROBS_MODE_RAW: _LogprobsMode.ValueType  # 1
+    """Of the target's own distribution, before any processor."""
+    LOGPROBS_MODE_PROCESSED: _LogprobsMode.ValueType  # 2
+    """Of the distribution that the token was sampled from, after all processors. Tokens that it
+    excludes are never among the top ones. At temperature 0 the temperature counts as 1.
+    """
+
+class LogprobsMode(_LogprobsMode, metaclass=_LogprobsModeEnumTypeWrapper):
+    """How the logarithms of probabilities are taken."""
+
+LOGPROBS_MODE_UNSPECIFIED: LogprobsMode.ValueType  # 0
+"""The default, which is RAW."""
+LOGPROBS_MODE_RAW: LogprobsMode.ValueType  # 1
+"""Of the target's own distribution, before any processor."""
+LOGPROBS_MODE_PROCESSED: LogprobsMode.ValueType  # 2
+"""Of the distribution that the token was sampled from, after all processors. Tokens that it
+excludes are never among the top ones. At temperature 0 the temperature counts as 1.
+"""
+Global___LogprobsMode: _TypeAlias = LogprobsMode  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
@@ -175,17 +207,49 @@ Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """The sampling settings of a session, complete: every default is already applied. Processors run
-    in the order of the fields.
+    """The sampling settings of a session, complete: every default is already applied. Each of the K + 1
+    rows of a block is processed as of its own history, the block's earlier drafted tokens included.
+    Processors run in this order: logit_bias, repetition_penalty, presence_penalty and
+    frequency_penalty, the masks (min_new_tokens, allowed and suppressed ids, grammar), temperature,
+    top_k, top_p, min_p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits; 0 means greedy decoding."""
     top_k: _builtins.int
@@ -196,6 +260,36 @@ class Sampling(_message.Message):
     """Drops tokens less likely than min_p times the most likely one, within [0, 1]."""
     seed: _builtins.int
     """Keys every random number of the session, together with its absolute position and stream."""
+    repetition_penalty: _builtins.float
+    """Divides the positive and multiplies the negative logits of tokens that occur in the prompt or
+    the output (arXiv 1909.05858); 1 means none. It is never 0.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of every token that occurs in the output."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit for every time that it occurs in the output."""
+    min_new_tokens: _builtins.int
+    """While the output has fewer tokens, none of stop_token_ids is sampled."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If not empty, no other token ids are ever sampled."""
+
+    @_builtins.property
+    def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that are never sampled."""
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token ids that end the generation."""
+
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """The form that the output must have, or unset."""
+
     def __init__(
         self,
         *,
@@ -204,14 +298,119 @@ class Sampling(_message.Message):
         top_p: _builtins.float = ...,
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_new_tokens: _builtins.int = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """The form that an output must have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    EBNF_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON text."""
+    regex: _builtins.str
+    """A regular expression that the whole output matches, in the syntax of Rust's regex crate."""
+    ebnf: _builtins.str
+    """A context-free grammar in Lark's variant of EBNF, with the rule `start`."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        ebnf: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
+class LogprobsRequest(_message.Message):
+    """Which log-probabilities a session wants."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """How many of the most likely tokens to list at each position, besides the one that is there."""
+    mode: Global___LogprobsMode.ValueType
+    """Before or after processing."""
+    prompt: _builtins.bool
+    """Whether to tell those of the prompt's tokens too, always RAW."""
+    def __init__(
+        self,
+        *,
+        num_top: _builtins.int = ...,
+        mode: Global___LogprobsMode.ValueType = ...,
+        prompt: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "num_top", b"num_top", "prompt", b"prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogprobsRequest: _TypeAlias = LogprobsRequest  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """The log-probability of a token, and the most likely tokens at its position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """The natural logarithm of the token's probability."""
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely token ids, the likeliest first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log-probabilities."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class SparseDistribution(_message.Message):
@@ -259,6 +458,8 @@ class Open(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RULE_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Names the session in the logs of all services."""
     round: _builtins.int
@@ -270,6 +471,11 @@ class Open(_message.Message):
     num_draft_tokens: _builtins.int
     """The most tokens that a proposal of this session holds. The draft service makes its first
     proposal of so many at once, without waiting for an Advance.
+    """
+    tokenizer_sha256: _builtins.str
+    """The SHA-256 of the token table that the token ids belong to. A service with another one refuses
+    the session with TOKENIZER_MISMATCH, so that not even a service that was replaced a moment ago
+    can answer for it.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -283,6 +489,10 @@ class Open(_message.Message):
     def sampling(self) -> Global___Sampling:
         """The session's sampling settings."""
 
+    @_builtins.property
+    def logprobs(self) -> Global___LogprobsRequest:
+        """Which log-probabilities the verifier sends with its verdicts; none if unset."""
+
     def __init__(
         self,
         *,
@@ -294,10 +504,12 @@ class Open(_message.Message):
         sampling: Global___Sampling | None = ...,
         acceptance_rule: Global___AcceptanceRule.ValueType = ...,
         num_draft_tokens: _builtins.int = ...,
+        logprobs: Global___LogprobsRequest | None = ...,
+        tokenizer_sha256: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rule", b"acceptance_rule", "base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "num_draft_tokens", b"num_draft_tokens", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rule", b"acceptance_rule", "base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "sampling", b"sampling", "session_id", b"session_id", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,6 +525,7 @@ class Opened(_message.Message):
     BASE_LENGTH_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round that the session expects next."""
     base_length: _builtins.int
@@ -323,6 +536,10 @@ class Opened(_message.Message):
     def timings(self) -> Global___Timings:
         """The time spent on the rest of them."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """If they were asked for: those of the prompt's tokens from the second on."""
+
     def __init__(
         self,
         *,
@@ -330,10 +547,11 @@ class Opened(_message.Message):
         base_length: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         timings: Global___Timings | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "cached_tokens", b"cached_tokens", "round", b"round", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "cached_tokens", b"cached_tokens", "prompt_logprobs", b"prompt_logprobs", "round", b"round", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -176,6 +176,7 @@ class Proposal(_message.Message):
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    PRESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round that the proposal is for."""
     base_length: _builtins.int
@@ -196,6 +197,13 @@ class Proposal(_message.Message):
     def timings(self) -> _common_pb2.Timings:
         """Where the draft service's time went."""
 
+    @_builtins.property
+    def presumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty if every token below base_length was committed by an Advance or the Open. A proposal that
+        is pushed ahead presumes a verdict: these are the tokens before base_length that it presumes to
+        be committed, and the receiver drops it if they are not.
+        """
+
     def __init__(
         self,
         *,
@@ -205,10 +213,11 @@ class Proposal(_message.Message):
         distributions: _abc.Iterable[_common_pb2.SparseDistribution] | None = ...,
         temperature: _builtins.float = ...,
         timings: _common_pb2.Timings | None = ...,
+        presumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "distributions", b"distributions", "round", b"round", "temperature", b"temperature", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "distributions", b"distributions", "presumed_token_ids", b"presumed_token_ids", "round", b"round", "temperature", b"temperature", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,8 +88,14 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized with the special tokens that the model expects at the start."""
+    n: _builtins.int
+    """How many independent completions to generate, within [1, 16]. They share the prompt's
+    computation. The default is 1.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatInput:
         """A conversation, rendered by the model's own chat template."""
@@ -110,6 +116,10 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> Global___SpeculationParams:
         """How the generation is sped up. This never changes the distribution of the output."""
 
+    @_builtins.property
+    def logprobs(self) -> Global___LogprobsParams:
+        """Which log-probabilities to send; none if unset."""
+
     def __init__(
         self,
         *,
@@ -119,13 +129,20 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         stopping: Global___StoppingParams | None = ...,
         speculation: Global___SpeculationParams | None = ...,
+        logprobs: Global___LogprobsParams | None = ...,
+        n: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -206,15 +223,45 @@ Global___TokenIdsInput: _TypeAlias = TokenIdsInput  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are sampled. Processors run in the order of the fields, on draft and target alike."""
+    """How tokens are sampled. Each position is processed as of its own history, on draft and target
+    alike, in this order: logit_bias, repetition_penalty, presence_penalty and frequency_penalty, the
+    masks (min_new_tokens, allowed and suppressed ids, grammar), temperature, top_k, top_p, min_p.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits, within [0, 100]; 0 means greedy decoding. The server's default is 1 unless
     configured.
@@ -230,7 +277,35 @@ class SamplingParams(_message.Message):
     keeps all.
     """
     seed: _builtins.int
-    """Makes the output repeatable. If it is left out a random one is drawn; the Completion tells it."""
+    """Makes the output repeatable. If it is left out a random one is drawn; the Completion tells it.
+    Of several completions the first has this seed, the others have seeds derived from it.
+    """
+    repetition_penalty: _builtins.float
+    """Divides the positive and multiplies the negative logits of tokens that occur in the prompt or
+    the output, within (0, 10]. The default, 1, does nothing.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of every token that occurs in the output, within [-2, 2]."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit for every time that it occurs in the output, within [-2, 2]."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, within [-100, 100], at most 1024 entries."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If not empty, no other token ids are sampled."""
+
+    @_builtins.property
+    def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that are not sampled."""
+
+    @_builtins.property
+    def grammar(self) -> _common_pb2.Grammar:
+        """The form that the output must have. It ends when it is complete, so that min_new_tokens and
+        ignore_eos cannot be combined with it, and neither can allowed or suppressed ids.
+        """
+
     def __init__(
         self,
         *,
@@ -239,13 +314,26 @@ class SamplingParams(_message.Message):
         top_p: _builtins.float | None = ...,
         min_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grammar: _common_pb2.Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -255,7 +343,13 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -268,6 +362,36 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class LogprobsParams(_message.Message):
+    """Which log-probabilities to send."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """How many of the most likely tokens to list beside each token, within [0, 20]."""
+    mode: _common_pb2.LogprobsMode.ValueType
+    """Before or after processing; the default is before."""
+    prompt: _builtins.bool
+    """Whether to send those of the prompt's tokens first."""
+    def __init__(
+        self,
+        *,
+        num_top: _builtins.int = ...,
+        mode: _common_pb2.LogprobsMode.ValueType = ...,
+        prompt: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "num_top", b"num_top", "prompt", b"prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogprobsParams: _TypeAlias = LogprobsParams  # noqa: Y015
+
+@_typing.final
 class StoppingParams(_message.Message):
     """When the generation ends, besides at the model's end-of-sequence token and its context length."""
 
@@ -277,22 +401,33 @@ class StoppingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     max_new_tokens: _builtins.int
     """The most tokens to generate, at least 1. The server's default is 256 unless configured; what
     the context length leaves is the limit in any case.
     """
     ignore_eos: _builtins.bool
     """Whether to go on after the model's end-of-sequence token."""
+    min_new_tokens: _builtins.int
+    """The fewest tokens to generate: until then no end-of-sequence token or stop token id is sampled,
+    and stop strings are not looked for. At most max_new_tokens.
+    """
+    include_stop_string: _builtins.bool
+    """Whether the text includes the stop string, or the text of the stop token, that ended it."""
+    skip_special_tokens: _builtins.bool
+    """Whether the text leaves out special tokens. The default is true."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the generation, at most 64. The one that did is the last of the token ids
-        and not part of the text.
+        and, unless include_stop_string is set, not part of the text.
         """
 
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the generation, at most 16 of 1 to 256 bytes. The text ends before the first
-        one.
+        """Strings that end the generation, at most 16 of 1 to 256 bytes. Unless include_stop_string is
+        set, the text ends before the first one.
         """
 
     def __init__(
@@ -302,14 +437,22 @@ class StoppingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        min_new_tokens: _builtins.int = ...,
+        include_stop_string: _builtins.bool = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "max_new_tokens", b"max_new_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_skip_special_tokens", b"_skip_special_tokens", "max_new_tokens", b"max_new_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens", "_skip_special_tokens", b"_skip_special_tokens", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_new_tokens: _TypeAlias = _typing.Literal["max_new_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_new_tokens) -> _WhichOneofReturnType__max_new_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
 
 Global___StoppingParams: _TypeAlias = StoppingParams  # noqa: Y015
 
@@ -323,7 +466,7 @@ class SpeculationParams(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RULE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Whether to draft at all. The default is true."""
+    """Whether to draft at all. The default is true unless the server is configured otherwise."""
     num_draft_tokens: _builtins.int
     """How many tokens to draft a round, up to the server's cap. 0 is plain decoding. The server's
     default applies if it is left out.
@@ -360,29 +503,69 @@ class GenerateResponse(_message.Message):
 
     CHUNK_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of several completions this belongs to, counted from 0."""
     @_builtins.property
     def chunk(self) -> Global___Chunk:
         """The next tokens."""
 
     @_builtins.property
     def completion(self) -> Global___Completion:
-        """The end. It comes last and once."""
+        """The end of one completion. Nothing of it follows."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """The prompt's log-probabilities, if they were asked for. They come first and once."""
 
     def __init__(
         self,
         *,
         chunk: Global___Chunk | None = ...,
         completion: Global___Completion | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "index", b"index", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "completion"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "completion", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """The log-probabilities of the prompt's tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's token ids."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """The log-probabilities of the token ids from the second on: the first has none."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
@@ -394,6 +577,7 @@ class Chunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The next characters of the text. Characters wait while a later token could still change them
     or complete a stop string, so that the tokens of a chunk may release no text, or more than
@@ -411,6 +595,10 @@ class Chunk(_message.Message):
     def token_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The part of the text that each of the token ids released. Joined they are the text."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """If they were asked for: the log-probabilities of each of the token ids, those of the target."""
+
     def __init__(
         self,
         *,
@@ -418,10 +606,11 @@ class Chunk(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         origins: _abc.Iterable[Global___TokenOrigin.ValueType] | None = ...,
         token_texts: _abc.Iterable[_builtins.str] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["origins", b"origins", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "origins", b"origins", "text", b"text", "token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

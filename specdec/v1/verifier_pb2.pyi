@@ -282,6 +282,7 @@ class Verdict(_message.Message):
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round that was verified."""
     base_length: _builtins.int
@@ -298,6 +299,10 @@ class Verdict(_message.Message):
     def timings(self) -> _common_pb2.Timings:
         """Where the verifier service's time went."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """If they were asked for: those of each of the token ids, as the target has them."""
+
     def __init__(
         self,
         *,
@@ -306,10 +311,11 @@ class Verdict(_message.Message):
         num_accepted: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         timings: _common_pb2.Timings | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "num_accepted", b"num_accepted", "round", b"round", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "round", b"round", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

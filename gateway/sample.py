@@ -1,0 +1,174 @@
+"""One completion of a call: its two streams, its output, its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import structlog
+
+from gateway.commit import Output
+from gateway.draft_stream import DraftFailure, DraftStream
+from gateway.peers import DraftPeer, Target, VerifierPeer
+from gateway.request import Plan
+from gateway.rounds import Speculation, run_rounds
+from gateway.statistics import Statistics
+from gateway.verify_stream import VerifyStream
+from specdec.v1 import common_pb2, gateway_pb2
+
+_log = structlog.get_logger()
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all samples of one Generate call share."""
+
+    session_id: str
+    request_id: str
+    deadline: float | None
+    """Seconds that the client's call still has."""
+    verifier: VerifierPeer
+    draft: DraftPeer | None
+    draft_patience: float
+    """Seconds to wait for a proposal."""
+
+
+class Sample:
+    """One of the completions of a call. Each has a seed and sessions of its own."""
+
+    def __init__(self, index: int, planned: Plan, target: Target, call: Call) -> None:
+        self._index = index
+        self._planned = planned
+        self._target = target
+        self._call = call
+        self._output = Output(target.tokenizer, planned.stopping)
+        self._statistics = Statistics(planned.acceptance_rule)
+        self._speculation = Speculation(self._num_draft_tokens())
+        self._opening = self._open_message()
+        self._verifier = VerifyStream(
+            call.verifier.stub,
+            self._opening,
+            effective_vocab_size=target.info.effective_vocab_size,
+            deadline=call.deadline,
+            request_id=call.request_id,
+        )
+
+    async def open(self) -> None:
+        """Opens the sessions. Returns when the verifier has the prompt in its cache.
+
+        Raises:
+            SpecdecError: the verifier failed.
+        """
+        await self._verifier.open()
+        await self._open_draft()
+        self._statistics.add_verify_time(await self._verifier.opened())
+
+    async def run(self) -> AsyncGenerator[gateway_pb2.GenerateResponse]:
+        """Generates: chunks, then the completion.
+
+        Raises:
+            SpecdecError: the verifier failed.
+        """
+        if self._opening.logprobs.prompt:
+            prompt_logprobs = gateway_pb2.PromptLogprobs(
+                token_ids=self._planned.prompt_token_ids, logprobs=self._verifier.prompt_logprobs
+            )
+            yield gateway_pb2.GenerateResponse(index=self._index, prompt_logprobs=prompt_logprobs)
+        rounds = run_rounds(self._verifier, self._speculation, self._output, self._statistics)
+        async with aclosing(rounds) as chunks:
+            async for chunk in chunks:
+                yield gateway_pb2.GenerateResponse(index=self._index, chunk=chunk)
+        self.close()
+        yield gateway_pb2.GenerateResponse(index=self._index, completion=self._completion())
+
+    def close(self) -> None:
+        """Ends the sessions, at once and without waiting. May be called again."""
+        self._verifier.close()
+        self._speculation.close()
+
+    def _num_draft_tokens(self) -> int:
+        """K, within what the draft makes at most."""
+        wanted, draft = self._planned.num_draft_tokens, self._call.draft
+        if draft is None or draft.misfit(self._target) is not None:
+            return wanted
+        return min(wanted, draft.info.max_num_draft_tokens)
+
+    def _open_message(self) -> common_pb2.Open:
+        planned = self._planned
+        opening = common_pb2.Open(
+            session_id=f"{self._call.session_id}-{self._index}",
+            round=1,
+            base_length=len(planned.prompt_token_ids),
+            prompt_token_ids=planned.prompt_token_ids,
+            sampling=planned.sampling,
+            acceptance_rule=planned.acceptance_rule,
+            # The last token of a generation is never drafted.
+            num_draft_tokens=min(
+                self._speculation.num_draft_tokens, planned.stopping.max_new_tokens - 1
+            ),
+            logprobs=planned.logprobs,
+            tokenizer_sha256=self._target.info.tokenizer_sha256,
+        )
+        seed = opening.sampling.seed + self._index * _GOLDEN_GAMMA
+        opening.sampling.seed = seed % (1 << 64)
+        if self._index > 0 and planned.logprobs is not None:
+            # They are the same for all samples, and sent once.
+            opening.logprobs.prompt = False
+        return opening
+
+    async def _open_draft(self) -> None:
+        """Opens the session at the draft, if speculation is on and there is a fitting draft."""
+        peer, speculation = self._call.draft, self._speculation
+        if self._opening.num_draft_tokens == 0:
+            return
+        if peer is None:
+            speculation.unavailable = "this gateway has no draft"
+            return
+        misfit = peer.misfit(self._target)
+        if misfit is not None:
+            speculation.unavailable = misfit
+            return
+        speculation.draft = DraftStream(
+            peer.stub,
+            self._opening,
+            effective_vocab_size=self._target.info.effective_vocab_size,
+            patience=self._call.draft_patience,
+            deadline=self._call.deadline,
+            request_id=self._call.request_id,
+        )
+        speculation.on_failure = peer.lost
+        try:
+            await speculation.draft.open()
+        except DraftFailure as failure:
+            speculation.give_up(str(failure))
+
+    def _completion(self) -> gateway_pb2.Completion:
+        output, speculation = self._output, self._speculation
+        completion = gateway_pb2.Completion(
+            finish_reason=output.finish_reason,
+            usage=gateway_pb2.Usage(
+                prompt_tokens=len(self._planned.prompt_token_ids),
+                cached_tokens=self._verifier.cached_tokens,
+                completion_tokens=output.token_count,
+            ),
+            seed=self._opening.sampling.seed,
+            speculation=self._statistics.to_message(speculation.stale_proposals),
+        )
+        if isinstance(output.matched, str):
+            completion.matched_string = output.matched
+        elif output.matched is not None:
+            completion.matched_token_id = output.matched
+        _log.info(
+            "completion",
+            sample=self._index,
+            finish_reason=gateway_pb2.FinishReason.Name(output.finish_reason),
+            prompt_tokens=completion.usage.prompt_tokens,
+            completion_tokens=output.token_count,
+            rounds=completion.speculation.rounds,
+            num_draft_tokens=completion.speculation.num_draft_tokens,
+            num_accepted_tokens=completion.speculation.num_accepted_tokens,
+            fallback_rounds=completion.speculation.fallback_rounds,
+        )
+        return completion

@@ -1,0 +1,96 @@
+"""Which tokens a grammar allows at each position of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from specdec.grammar import source
+from specdec.v1 import common_pb2
+
+
+class GrammarState:
+    """How far an output has come in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+
+    def allowed(self, drafted: Sequence[int]) -> torch.Tensor:
+        """The tokens that may come after the output and each beginning of `drafted`.
+
+        Returns:
+            bool [len(drafted) + 1, V]. Rows after a drafted token that is not allowed, or that
+            ends the output, are all true: nothing is ever sampled from them.
+        """
+        rows = np.ones((len(drafted) + 1, self._vocab_size), dtype=np.bool_)
+        consumed = 0
+        for row, token_id in zip(rows, [*drafted, None], strict=True):
+            self._fill(row)
+            if token_id is None or token_id in self._eos_token_ids or not row[token_id]:
+                break
+            self._matcher.consume_token(token_id)
+            consumed += 1
+        self._matcher.rollback(consumed)
+        return torch.from_numpy(rows)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Moves on by tokens that were allowed. An end-of-sequence token comes last, if at all.
+
+        Raises:
+            ValueError: they do not fit the grammar, or it became too complex.
+        """
+        inside = [token_id for token_id in token_ids if token_id not in self._eos_token_ids]
+        if not self._matcher.consume_tokens(inside):
+            # What the library says would quote the output, which is not for logs.
+            raise ValueError("the output does not fit its grammar, or the grammar is too complex")
+
+    def _fill(self, row: npt.NDArray[np.bool_]) -> None:
+        if self._matcher.is_stopped():
+            # Complete, with no way to go on: the matcher itself would take nothing more.
+            row[:] = False
+            row[self._eos_token_ids] = True
+            return
+        bits = allocate_token_bitmask(1, self._vocab_size)
+        fill_next_token_bitmask(self._matcher, bits)
+        row[:] = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size]
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's tokenizer."""
+
+    def __init__(self, tokenizer: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """
+        Args:
+            tokenizer: in the JSON format of the `tokenizers` library.
+            vocab_size: the effective vocabulary size.
+            eos_token_ids: what may come when the grammar is complete.
+        """
+        self._tokenizer_json = tokenizer.decode()
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        # Made at the first grammar: it takes about a second for a large vocabulary.
+        return LLTokenizer(
+            self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+        )
+
+    def start(self, grammar: common_pb2.Grammar) -> GrammarState:
+        """The state of an empty output.
+
+        Raises:
+            ValueError: the grammar is wrong.
+        """
+        matcher = LLMatcher(self._tokenizer, source(grammar), log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return GrammarState(matcher, self._vocab_size, self._eos_token_ids)
