@@ -18,8 +18,10 @@ protoc() {
 }
 
 cd protos
-mapfile -t messages < <(find specdec -name '*.proto' | LC_ALL=C sort)
-mapfile -t services < <(grep -lE '^service ' "${messages[@]}")
+# shellcheck disable=SC2207 # The names have no spaces, and bash 3 has no mapfile.
+messages=($(find specdec -name '*.proto' | LC_ALL=C sort))
+# shellcheck disable=SC2207
+services=($(grep -lE '^service ' "${messages[@]}"))
 cd ..
 protoc --python_out="$out" --mypy_out=quiet:"$out" "${messages[@]}"
 # The services are asyncio only, on both sides, so that their types need no unions.

@@ -107,6 +107,7 @@ async def listening(
     Raises:
         StartError: the port cannot be had.
     """
+    _log.info("settings", **settings.model_dump(mode="json"))
     server = grpc.aio.server(options=_SERVER_OPTIONS)
     health = Health(service.full_name)
     await health.set(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +43,16 @@ class GrammarState:
         return torch.from_numpy(rows)
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Moves on by tokens that were allowed. An end-of-sequence token comes last, if at all.
+        """Moves on by tokens that were allowed.
+
+        What follows an end-of-sequence token in a block is nobody's: it is discarded by whoever
+        commits the block to the client.
 
         Raises:
             ValueError: they do not fit the grammar, or it became too complex.
         """
-        inside = [token_id for token_id in token_ids if token_id not in self._eos_token_ids]
-        if not self._matcher.consume_tokens(inside):
+        inside = list(takewhile(lambda t: t not in self._eos_token_ids, token_ids))
+        if inside and not self._matcher.consume_tokens(inside):
             # What the library says would quote the output, which is not for logs.
             raise ValueError("the output does not fit its grammar, or the grammar is too complex")
 
