@@ -107,7 +107,6 @@ async def listening(
     Raises:
         StartError: the port cannot be had.
     """
-    _log.info("settings", **settings.model_dump(mode="json"))
     server = grpc.aio.server(options=_SERVER_OPTIONS)
     health = Health(service.full_name)
     await health.set(False)
@@ -123,6 +122,7 @@ async def listening(
             f"cannot listen on {address}: it is in use or not an address of this machine; "
             "choose another with --port or --host, or stop the process that has it"
         ) from error
+    _log.info("settings", **settings.model_dump(mode="json"))
     await server.start()
     try:
         yield port, health

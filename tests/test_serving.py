@@ -39,6 +39,7 @@ import specdec.lm.serve
 from specdec import services
 from specdec.cli.health import wait_until_ready
 from specdec.errors import reason_of
+from specdec.lm.tokenizer import token_table_sha256
 from specdec.v1 import (
     common_pb2,
     draft_pb2,
@@ -564,9 +565,10 @@ OPENING = common_pb2.Open(
     round=1,
     base_length=3,
     prompt_token_ids=[5, 6, 7],
-    sampling=common_pb2.Sampling(top_p=1.0),
+    sampling=common_pb2.Sampling(top_p=1.0, repetition_penalty=1.0),
     acceptance_rule=common_pb2.ACCEPTANCE_RULE_COUPLED,
     num_draft_tokens=2,
+    tokenizer_sha256=token_table_sha256(byte_tokens(300)),
 )
 
 
@@ -630,4 +632,4 @@ async def test_sigterm_ends_the_model_services_while_they_load(tmp_path: Path) -
             for connection in waiting:
                 connection.close()
             for running in (verifier, draft):
-                assert running.events() == ["loading", "stopped"]
+                assert running.events() == ["settings", "loading", "stopped"]

@@ -188,7 +188,8 @@ def test_help_explains_every_flag_and_its_variable(
         flag = f"--{name.replace('_', '-')}"
         # The flag, its description, its default, its variable, and no other flag between them.
         (shown,) = re.findall(
-            rf"{flag} (?:(?! --).)*?\[env: (\w+)\]", text.partition("options:")[2]
+            rf" {flag}(?:, --no-[\w-]+)? (?:(?! --).)*?\[env: (\w+)\]",
+            text.partition("options:")[2],
         )
         assert shown == f"{prefix}{name}".upper()
         assert field.description
