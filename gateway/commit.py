@@ -63,19 +63,21 @@ class Output:
         """
         self.token_count += 1
         if token_id in self.stopping.stop_token_ids:
-            last = self._detokenizer.add(token_id) if self.stopping.include_stop_string else ""
-            return self._finish(gateway_pb2.FINISH_REASON_STOP, token_id, last)
+            if self.stopping.include_stop_string:
+                # No stop string is looked for in its text: what ended the generation is the token.
+                self.finish_reason, self.matched = gateway_pb2.FINISH_REASON_STOP, token_id
+                text, self._withheld = self._withheld, ""
+                return text + self._detokenizer.add(token_id) + self._detokenizer.end()
+            return self._finish(gateway_pb2.FINISH_REASON_STOP, token_id)
         text = self._release(self._detokenizer.add(token_id))
         # A stop at the limit is a stop.
         if not self.finished and self.token_count == self.stopping.max_new_tokens:
-            text += self._finish(gateway_pb2.FINISH_REASON_LENGTH, None, "")
+            text += self._finish(gateway_pb2.FINISH_REASON_LENGTH, None)
         return text
 
-    def _finish(
-        self, reason: gateway_pb2.FinishReason.ValueType, matched: int | str | None, last: str
-    ) -> str:
+    def _finish(self, reason: gateway_pb2.FinishReason.ValueType, matched: int | str | None) -> str:
         """Ends the generation. Returns the last text, in which a stop string may yet be found."""
-        text = self._release(last + self._detokenizer.end())
+        text = self._release(self._detokenizer.end())
         if not self.finished:
             self.finish_reason, self.matched = reason, matched
             text, self._withheld = text + self._withheld, ""
@@ -83,8 +85,14 @@ class Output:
 
     def _release(self, text: str) -> str:
         """Adds text to what is withheld and takes from it what can go out."""
+        old = len(self._withheld)
         text = self._withheld + text
-        found = [(at, stop) for stop in self.stopping.stop_strings if (at := text.find(stop)) >= 0]
+        # One that ends in what was withheld was complete before the minimum, and does not count.
+        found = [
+            (at, stop)
+            for stop in self.stopping.stop_strings
+            if (at := text.find(stop, max(old - len(stop) + 1, 0))) >= 0
+        ]
         if found and self.token_count >= self.stopping.min_new_tokens:
             at, stop = min(found)
             self.finish_reason, self.matched = gateway_pb2.FINISH_REASON_STOP, stop

@@ -50,7 +50,9 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
     stop_token_ids = frozenset(eos) | frozenset(request.stopping.stop_token_ids)
     sampling = _sampling(request, settings, stop_token_ids)
     violations += sampling_violations(sampling, "sampling", target.info.effective_vocab_size)
-    violations += _mask_violations(request.sampling, request.stopping, stop_token_ids)
+    violations += _mask_violations(
+        request.sampling, request.stopping, stop_token_ids, target.info.effective_vocab_size
+    )
     wanted = settings.max_new_tokens
     if request.stopping.HasField("max_new_tokens"):
         wanted = request.stopping.max_new_tokens
@@ -143,18 +145,24 @@ def _mask_violations(
     sampling: gateway_pb2.SamplingParams,
     stopping: gateway_pb2.StoppingParams,
     stop_token_ids: frozenset[int],
+    effective_vocab_size: int,
 ) -> Iterator[Violation]:
     """Masks that contradict each other, so that at some place nothing could be sampled."""
+    forbidden = set(sampling.suppressed_token_ids)
+    if stopping.min_new_tokens > 0:
+        forbidden |= stop_token_ids
     if sampling.allowed_token_ids:
-        left = set(sampling.allowed_token_ids) - set(sampling.suppressed_token_ids)
-        if stopping.min_new_tokens > 0:
-            left -= stop_token_ids
-        if not left:
+        if forbidden.issuperset(sampling.allowed_token_ids):
             yield Violation(
                 "sampling.allowed_token_ids",
                 "suppressed_token_ids, and stopping.min_new_tokens for tokens that end the "
                 "generation, leave none of them",
             )
+    elif sum(token_id < effective_vocab_size for token_id in forbidden) == effective_vocab_size:
+        yield Violation(
+            "sampling.suppressed_token_ids",
+            "with stopping.min_new_tokens for tokens that end the generation, they leave no token",
+        )
     if not sampling.HasField("grammar"):
         return
     fault = grammar.fault(sampling.grammar)

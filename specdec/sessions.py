@@ -163,7 +163,7 @@ def sampling_violations(
         ("temperature", 0.0 <= sampling.temperature <= 100.0, "within [0, 100]"),
         ("top_p", 0.0 < sampling.top_p <= 1.0, "within (0, 1]"),
         ("min_p", 0.0 <= sampling.min_p <= 1.0, "within [0, 1]"),
-        ("repetition_penalty", 0.0 < sampling.repetition_penalty <= 10.0, "within (0, 10]"),
+        ("repetition_penalty", 0.01 <= sampling.repetition_penalty <= 10.0, "within [0.01, 10]"),
         ("presence_penalty", -2.0 <= sampling.presence_penalty <= 2.0, "within [-2, 2]"),
         ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0, "within [-2, 2]"),
     )

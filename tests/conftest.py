@@ -32,4 +32,4 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def draft_folder(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Path:
     """A tiny draft that often agrees with the target."""
     folder = tmp_path_factory.mktemp("draft") / "model"
-    return make_model(folder, seed=2, rows=300, near=target_folder)
+    return make_model(folder, seed=2, rows=300, near=target_folder, noise=0.05)

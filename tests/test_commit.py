@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from gateway.commit import Output, Stopping
+from gateway.rounds import Speculation, run_rounds
+from gateway.statistics import Exchange, Statistics
+from specdec.v1 import common_pb2, gateway_pb2, verifier_pb2
 from specdec.v1.gateway_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -64,9 +68,11 @@ def commit(
     limit: int = 1000,
     stop_ids: Iterable[int] = (EOS_ID,),
     stop_strings: Iterable[str] = (),
+    **options: Any,
 ) -> Given:
     """Commits tokens one by one until the generation ends or they are used up."""
-    output = Output(TOKENIZER, Stopping(limit, frozenset(stop_ids), tuple(stop_strings)))
+    stopping = Stopping(limit, frozenset(stop_ids), tuple(stop_strings), **options)
+    output = Output(TOKENIZER, stopping)
     texts = []
     for token_id in ids:
         texts.append(output.commit(token_id))
@@ -75,26 +81,44 @@ def commit(
     return Given(texts, output.finish_reason, output.matched, output.token_count)
 
 
-def decode(ids: list[int]) -> str:
-    text: str = TOKENIZER.decode(ids, skip_special_tokens=True)
+def decode(ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    text: str = TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
     return text
 
 
 def reference(
-    ids: list[int], limit: int, stop_ids: Iterable[int], stop_strings: Iterable[str]
+    ids: list[int],
+    limit: int,
+    stop_ids: Iterable[int],
+    stop_strings: Iterable[str],
+    *,
+    min_new_tokens: int = 0,
+    include_stop_string: bool = False,
+    skip_special_tokens: bool = True,
 ) -> tuple[str, int, int | str | None, int]:
     """The text, reason, match and count, each time from the decoding of everything so far."""
     settled = ""
     for count, token_id in enumerate(ids, start=1):
         stopped = token_id in stop_ids
+        if stopped and include_stop_string:
+            text = decode(ids[:count], skip_special_tokens=skip_special_tokens)
+            return text, FINISH_REASON_STOP, token_id, count
         last = stopped or count == limit
-        text = decode(ids[: count - stopped])
+        before = len(settled)
+        text = decode(ids[: count - stopped], skip_special_tokens=skip_special_tokens)
         if last or not text.endswith(REPLACEMENT):
             settled = text
-        occurring = [stop for stop in stop_strings if stop in settled]
+        # Where stop strings end in the text that this token has made, and begin.
+        occurring = [
+            (end - len(stop), end, stop)
+            for stop in stop_strings
+            for end in range(max(before + 1, len(stop)), len(settled) + 1)
+            if settled.endswith(stop, 0, end) and count >= min_new_tokens
+        ]
         if occurring:
-            first = min(occurring, key=lambda stop: (settled.index(stop), len(stop)))
-            return settled[: settled.index(first)], FINISH_REASON_STOP, first, count
+            begin, end, first = min(occurring)
+            text = settled[: end if include_stop_string else begin]
+            return text, FINISH_REASON_STOP, first, count
         if stopped:
             return settled, FINISH_REASON_STOP, token_id, count
         if last:
@@ -219,6 +243,160 @@ def test_a_stop_token_at_the_limit_is_a_stop() -> None:
     assert (result.reason, result.matched, result.count) == (FINISH_REASON_STOP, EOS_ID, 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "stop", "min_new_tokens", "text", "count"),
+    [
+        pytest.param(["a", "b", "c", "b"], "b", 2, "a", 2, id="ends at the minimum"),
+        pytest.param(["a", "b", "c", "b"], "ab", 2, "", 2, id="begins before it, ends at it"),
+        pytest.param(["a", "b", "c", "a", "b"], "ab", 3, "abc", 5, id="ends before it"),
+        pytest.param(["a", "b", "c", "b"], "bc", 2, "a", 3, id="begins at it, ends after it"),
+        pytest.param(["b", "b", "b", "b"], "b", 4, "bbb", 4, id="at every token"),
+        pytest.param(["a", "a", "a", "c"], "aa", 3, "a", 3, id="overlaps an earlier one"),
+        pytest.param(["b", "a", "c", "a"], "b", 1, "", 1, id="minimum of one"),
+    ],
+)
+def test_stop_strings_are_looked_for_from_the_minimum_on(
+    words: list[str], stop: str, min_new_tokens: int, text: str, count: int
+) -> None:
+    result = commit(ids_of(*words), stop_strings=[stop], min_new_tokens=min_new_tokens)
+    assert (result.text, result.matched, result.count) == (text, stop, count)
+
+
+def test_a_stop_string_before_the_minimum_does_not_count_because_it_is_withheld() -> None:
+    # "ab" is kept back for the sake of "abca", and is still there when the minimum is reached.
+    for last, text, matched in (("b", "abcb", None), ("a", "", "abca")):
+        ids = ids_of("a", "b", "c", last)
+        result = commit(ids, stop_strings=["ab", "abca"], min_new_tokens=3, limit=4)
+        assert (result.text, result.matched, result.count) == (text, matched, 4)
+
+
+def test_a_character_that_is_completed_at_the_minimum_counts_from_there() -> None:
+    ids = ids_of("a", "é", "b")
+    assert commit(ids, stop_strings=["é"], min_new_tokens=3).count == 3
+    result = commit(ids, stop_strings=["é"], min_new_tokens=4)
+    assert (result.text, result.count) == ("aéb", 4)
+    assert result.reason == FINISH_REASON_UNSPECIFIED
+
+
+@pytest.mark.parametrize("stop", ["b", "ab", "abc", "bca", "é"])
+@pytest.mark.parametrize("words", [["a", "b", "ca", "é"], ["ca", "bca", "é", "b"], ["abc", "é"]])
+def test_the_stop_string_is_the_end_of_the_text_if_it_is_included(
+    words: list[str], stop: str
+) -> None:
+    ids = [*ids_of(*words), EOS_ID]
+    without = commit(ids, stop_strings=[stop])
+    result = commit(ids, stop_strings=[stop], include_stop_string=True)
+    assert (result.reason, result.matched, result.count) == (
+        without.reason,
+        without.matched,
+        without.count,
+    )
+    found = stop if stop in "".join(words) else ""
+    assert result.text == without.text + found
+
+
+def test_the_text_of_the_stop_token_is_included_if_it_is_asked_for() -> None:
+    ids = ids_of("ab", "c", "é", "世", "abc", "ca", "b")
+    for at, token_id in enumerate(ids):
+        if token_id in ids[:at]:
+            continue
+        result = commit(ids, stop_ids=[token_id], include_stop_string=True)
+        assert result.text == decode(ids[: at + 1])
+        assert (result.matched, result.count) == (token_id, at + 1)
+
+
+def test_special_tokens_have_text_if_they_are_not_skipped() -> None:
+    ids = [*ids_of("a"), EOS_ID, *ids_of("b")]
+    shown = commit(ids, stop_ids=[], skip_special_tokens=False)
+    assert shown.texts == ["a", EOS, "b"]
+    for skip in (True, False):
+        ended = commit(ids, include_stop_string=True, skip_special_tokens=skip)
+        assert ended.texts == ["a", "" if skip else EOS]
+        assert commit(ids, skip_special_tokens=skip).texts == ["a", ""]
+    found = commit(ids, stop_ids=[], stop_strings=[f"{EOS}b"], skip_special_tokens=False)
+    assert (found.text, found.matched, found.count) == ("a", f"{EOS}b", 3)
+
+
+def test_a_stop_token_counts_before_a_stop_string_in_its_text() -> None:
+    for include, text in ((False, "c"), (True, "cabc")):
+        result = commit(
+            ids_of("c", "abc"),
+            stop_ids=ids_of("abc"),
+            stop_strings=["b"],
+            include_stop_string=include,
+        )
+        assert (result.text, result.matched, result.count) == (text, *ids_of("abc"), 2)
+
+
+class Verdicts:
+    """A verifier that answers with blocks of tokens, as they were split beforehand."""
+
+    def __init__(self, blocks: Iterable[Sequence[int]]) -> None:
+        self._blocks = iter(blocks)
+
+    async def verdict(self, proposal: Any) -> tuple[verifier_pb2.Verdict, Exchange]:
+        block = next(self._blocks)
+        verdict = verifier_pb2.Verdict(num_accepted=len(block) - 1, token_ids=block)
+        return verdict, Exchange(0, common_pb2.Timings())
+
+
+async def in_blocks(
+    blocks: Iterable[Sequence[int]], stopping: Stopping
+) -> tuple[list[gateway_pb2.Chunk], Output]:
+    """The chunks that rounds with these outcomes give."""
+    output = Output(TOKENIZER, stopping)
+    verifier: Any = Verdicts(blocks)
+    statistics = Statistics(common_pb2.ACCEPTANCE_RULE_COUPLED)
+    rounds = run_rounds(verifier, Speculation(0), output, statistics)
+    return [chunk async for chunk in rounds], output
+
+
+def all_splits(ids: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Every way to cut ids into blocks."""
+    for cuts in product((False, True), repeat=len(ids) - 1):
+        blocks = [[ids[0]]]
+        for token_id, cut in zip(ids[1:], cuts, strict=True):
+            if cut:
+                blocks.append([])
+            blocks[-1].append(token_id)
+        yield blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected", "matched"),
+    [
+        pytest.param("🧑\u200d🚀", [], "🧑\u200d🚀", None, id="joined emoji"),
+        pytest.param("世界a😀", [], "世界a😀", None, id="CJK"),
+        pytest.param("ab世界c", ["界"], "ab世", "界", id="stops at a character"),
+        pytest.param("a🧑\u200d🚀", ["\u200d🚀"], "a🧑", "\u200d🚀", id="stops within an emoji"),
+        pytest.param("aababcabb", ["abcabc", "abb"], "aababc", "abb", id="two stops"),
+        pytest.param("abcabcab", ["cabc"], "ab", "cabc", id="a stop with text after it"),
+        pytest.param("aabaabaa", ["aabb"], "aabaabaa", None, id="a stop that never comes"),
+    ],
+)
+async def test_every_split_into_blocks_gives_the_same_text(
+    text: str, stops: list[str], expected: str, matched: str | None
+) -> None:
+    ids = TOKENIZER.encode(text).ids if not text.isascii() else ids_of(*text)
+    for include in (False, True):
+        stopping = Stopping(len(ids), stop_strings=tuple(stops), include_stop_string=include)
+        full = expected + (matched or "") if include else expected
+        alone = commit(ids, limit=len(ids), stop_strings=stops, include_stop_string=include)
+        for blocks in all_splits(ids):
+            chunks, output = await in_blocks(blocks, stopping)
+            assert "".join(chunk.text for chunk in chunks) == full, blocks
+            assert output.matched == matched
+            # The client is sent no more than may stay, chunk by chunk, and no half characters.
+            given_out = ""
+            for chunk in chunks:
+                given_out += chunk.text
+                assert full.startswith(given_out), blocks
+                assert "".join(chunk.token_texts) == chunk.text
+            texts = [piece for chunk in chunks for piece in chunk.token_texts]
+            assert texts == alone.texts
+            assert sum(len(chunk.token_ids) for chunk in chunks) == alone.count
+
+
 some_ids = st.lists(
     st.one_of(
         st.sampled_from(range(len(TABLE) - len(WORDS), len(TABLE))),
@@ -241,8 +419,13 @@ def test_any_generation_ends_as_the_decoding_of_the_whole_says(
 ) -> None:
     limit = data.draw(st.integers(1, len(ids)))
     stop_ids = data.draw(st.sets(st.sampled_from([EOS_ID, *ids])))
-    result = commit(ids, limit=limit, stop_ids=stop_ids, stop_strings=stops)
-    expected = reference(ids, limit, stop_ids, stops)
+    options = {
+        "min_new_tokens": data.draw(st.integers(0, limit)),
+        "include_stop_string": data.draw(st.booleans()),
+        "skip_special_tokens": data.draw(st.booleans()),
+    }
+    result = commit(ids, limit=limit, stop_ids=stop_ids, stop_strings=stops, **options)
+    expected = reference(ids, limit, stop_ids, stops, **options)
     assert (result.text, result.reason, result.matched, result.count) == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -69,13 +70,13 @@ def tokenizer_of(kind: str) -> Tokenizer:
     return tokenizer
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+def pieces(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.add(token_id) for token_id in ids), detokenizer.end()]
 
 
-def whole(tokenizer: Tokenizer, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+def whole(tokenizer: Tokenizer, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return text
 
 
@@ -103,7 +104,9 @@ def test_the_pieces_of_any_ids_are_their_decoding(kind: str, data: st.DataObject
         st.integers(0, size - 1), st.integers(0, 3), st.integers(size - len(WORDS), size - 1)
     )
     ids = data.draw(st.lists(some, max_size=20))
-    assert "".join(pieces(tokenizer, ids)) == whole(tokenizer, ids)
+    for skip in (True, False):
+        joined = "".join(pieces(tokenizer, ids, skip_special_tokens=skip))
+        assert joined == whole(tokenizer, ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,6 +148,42 @@ def test_special_tokens_give_no_text() -> None:
     first, *rest = tokenizer.encode("é").ids
     (eos,) = tokenizer.encode("<eos>").ids
     assert pieces(tokenizer, [eos, first, eos, *rest, eos]) == ["", "", "", "é", "", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_special_tokens_that_are_not_skipped_are_part_of_the_text(
+    kind: str, data: st.DataObject
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    text = data.draw(st.sampled_from(TEXTS))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    for _ in range(data.draw(st.integers(1, 3))):
+        # In the middle of a character too.
+        ids.insert(data.draw(st.integers(0, len(ids))), data.draw(st.sampled_from(special)))
+    joined = "".join(pieces(tokenizer, ids, skip_special_tokens=False))
+    assert joined == whole(tokenizer, ids, skip_special_tokens=False)
+    assert any(tokenizer.id_to_token(token_id) in joined for token_id in special)
+
+
+@pytest.mark.parametrize("text", ["🧑\u200d🚀", "世界您", "e\u0301 😀é", "🇫🇷"])
+def test_every_split_of_the_bytes_into_tokens_gives_the_same_text(text: str) -> None:
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelt = "".join(piece for piece, _ in splitter.pre_tokenize_str(text))
+    size = len(spelt)
+    assert size == len(text.encode())
+    parts = {spelt[a:b] for a in range(size) for b in range(a + 1, size + 1)}
+    table = {token: index for index, token in enumerate(["<eos>", *sorted(parts)])}
+    tokenizer = Tokenizer(models.BPE(vocab=table, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    for cuts in product((False, True), repeat=size - 1):
+        begins = [0, *(at for at, cut in enumerate(cuts, start=1) if cut), size]
+        ids = [table[spelt[a:b]] for a, b in pairwise(begins)]
+        given_out = pieces(tokenizer, ids)
+        assert "".join(given_out) == text, begins
+        assert REPLACEMENT not in "".join(given_out)
 
 
 def test_a_step_decodes_only_the_last_few_ids() -> None:

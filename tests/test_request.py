@@ -16,10 +16,12 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from specdec.v1 import gateway_pb2
+from specdec.v1.common_pb2 import Grammar
 from specdec.v1.gateway_pb2 import (
     ChatInput,
     ChatMessage,
     GenerateRequest,
+    LogprobsParams,
     SamplingParams,
     SpeculationParams,
     StoppingParams,
@@ -30,6 +32,7 @@ from tests.stack import Stack, pair
 # Of the models of tests/conftest.py.
 CONTEXT = 512
 VOCABULARY = 300
+EOS_ID = 0
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -135,10 +138,97 @@ REFUSED: dict[str, tuple[GenerateRequest | bytes, Faults]] = {
             ("temperature", "[0, 100]", (-1.0, 101.0, math.nan, math.inf, -math.inf)),
             ("top_p", "(0, 1]", (0.0, -0.5, 1.1, math.nan, math.inf)),
             ("min_p", "[0, 1]", (-0.1, 1.1, math.nan, math.inf)),
+            ("repetition_penalty", "[0.01, 10]", (0.0, 5e-324, -1.0, 11.0, math.nan, math.inf)),
+            ("presence_penalty", "[-2, 2]", (-2.1, 2.1, math.nan, math.inf)),
+            ("frequency_penalty", "[-2, 2]", (-2.1, 2.1, math.nan, -math.inf)),
         )
         for value in values
     },
+    **{
+        f"{field} outside": (
+            sampling(**{field: value}),
+            {f"sampling.{field}": f"token id {VOCABULARY} is outside the vocabulary of"},
+        )
+        for field, value in (
+            ("logit_bias", {VOCABULARY: 1.0}),
+            ("allowed_token_ids", [1, VOCABULARY]),
+            ("suppressed_token_ids", [VOCABULARY]),
+        )
+    },
+    **{
+        f"logit_bias of {value}": (
+            sampling(logit_bias={7: value, 8: 100.0, 9: -100.0}),
+            {"sampling.logit_bias[7]": f"must be within [-100, 100], got {value}"},
+        )
+        for value in (101.0, -101.0, math.nan, math.inf)
+    },
+    "all allowed ids suppressed": (
+        sampling(allowed_token_ids=[1, 2], suppressed_token_ids=[2, 3, 1]),
+        {"sampling.allowed_token_ids": "suppressed_token_ids, and "},
+    ),
+    "only end tokens allowed before the minimum": (
+        request(
+            SamplingParams(allowed_token_ids=[EOS_ID, 9]),
+            StoppingParams(min_new_tokens=1, stop_token_ids=[9]),
+        ),
+        {"sampling.allowed_token_ids": "stopping.min_new_tokens for tokens that end"},
+    ),
+    "all ids suppressed": (
+        sampling(suppressed_token_ids=range(VOCABULARY)),
+        {"sampling.suppressed_token_ids": "leave no token"},
+    ),
+    "all ids suppressed but the end token's before the minimum": (
+        request(
+            SamplingParams(suppressed_token_ids=range(1, VOCABULARY)),
+            StoppingParams(min_new_tokens=1),
+        ),
+        {"sampling.suppressed_token_ids": "leave no token"},
+    ),
+    "grammar without a kind": (
+        sampling(grammar=Grammar()),
+        {"sampling.grammar": "one of json_schema, regex and ebnf must be set"},
+    ),
+    "grammar that is none": (
+        sampling(grammar=Grammar(regex="(")),
+        {"sampling.grammar": ""},
+    ),
+    "grammar with what it cannot be combined with": (
+        request(
+            SamplingParams(
+                grammar=Grammar(regex="a"), allowed_token_ids=[70], suppressed_token_ids=[1]
+            ),
+            StoppingParams(min_new_tokens=1, ignore_eos=True),
+        ),
+        dict.fromkeys(
+            (
+                "sampling.allowed_token_ids",
+                "sampling.suppressed_token_ids",
+                "stopping.min_new_tokens",
+                "stopping.ignore_eos",
+            ),
+            "cannot be combined with sampling.grammar",
+        ),
+    ),
+    # Log-probabilities and samples.
+    "too many top logprobs": (
+        request(LogprobsParams(num_top=21)),
+        {"logprobs.num_top": "must be within [0, 20], got 21"},
+    ),
+    "unknown logprobs mode": (
+        request(LogprobsParams(mode=3)),
+        {"logprobs.mode": "must be RAW or PROCESSED, got 3"},
+    ),
+    "n 0": (GenerateRequest(text="hello", n=0), {"n": "must be within [1, 16], got 0"}),
+    "n 17": (GenerateRequest(text="hello", n=17), {"n": "must be within [1, 16], got 17"}),
     # Stopping.
+    "min_new_tokens above the maximum": (
+        stopping(min_new_tokens=6, max_new_tokens=5),
+        {"stopping.min_new_tokens": "must be at most max_new_tokens, 5, got 6"},
+    ),
+    "min_new_tokens above the maximum by default": (
+        stopping(min_new_tokens=257),
+        {"stopping.min_new_tokens": "must be at most max_new_tokens, 256, got 257"},
+    ),
     "max_new_tokens 0": (
         stopping(max_new_tokens=0),
         {"stopping.max_new_tokens": "must be at least 1, got 0"},
@@ -337,6 +427,26 @@ async def test_a_bad_request_is_refused_with_its_fields_and_what_they_allow(
     assert_refused(await refusal(stack, wanted), faults)
 
 
+async def test_too_many_biases_are_refused_with_their_number(stack: Stack) -> None:
+    # More than the models here have token ids, so that this is not the only thing wrong.
+    error = await refusal(stack, sampling(logit_bias=dict.fromkeys(range(1025), 1.0)))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    (bad_request,) = details(error, error_details_pb2.BadRequest)
+    assert {v.field for v in bad_request.field_violations} == {"sampling.logit_bias"}
+    said = [v.description for v in bad_request.field_violations]
+    assert "must have at most 1024 entries, got 1025" in said
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+async def test_a_tiny_temperature_is_no_error_and_nearly_greedy(stack: Stack, rule: str) -> None:
+    options: dict[str, Any] = {"k": 4, "rule": rule, "max_new_tokens": 30, "ignore_eos": True}
+    greedy = await stack.generate([5, 6, 7], temperature=0.0, **options)
+    result = await stack.generate([5, 6, 7], temperature=1e-308, seed=1, **options)
+    assert result.token_ids == greedy.token_ids
+    assert result.speculation.fallback_rounds == 0
+    assert result.speculation.num_accepted_tokens == greedy.speculation.num_accepted_tokens
+
+
 async def test_bad_requests_leave_nothing_behind(stack: Stack) -> None:
     errors = await asyncio.gather(*(refusal(stack, wanted) for wanted, _ in REFUSED.values()))
     for error, (_, faults) in zip(errors, REFUSED.values(), strict=True):
@@ -375,6 +485,21 @@ async def test_a_bad_request_does_not_disturb_a_running_one(stack: Stack) -> Non
             ),
             id="most stops",
         ),
+        pytest.param(
+            sampling(
+                repetition_penalty=10.0,
+                presence_penalty=2.0,
+                frequency_penalty=-2.0,
+                logit_bias={0: 100.0, VOCABULARY - 1: -100.0},
+                allowed_token_ids=[0, 1, 1, VOCABULARY - 1],
+                suppressed_token_ids=[1],
+            ),
+            id="most processors",
+        ),
+        pytest.param(sampling(suppressed_token_ids=range(1, VOCABULARY)), id="one token left"),
+        pytest.param(sampling(repetition_penalty=0.01), id="smallest repetition penalty"),
+        pytest.param(stopping(min_new_tokens=4, max_new_tokens=4), id="largest minimum"),
+        pytest.param(request(LogprobsParams(num_top=20, mode=2, prompt=True)), id="most logprobs"),
         pytest.param(speculation(num_draft_tokens=32, acceptance_rule=2), id="largest K"),
     ],
 )

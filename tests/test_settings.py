@@ -187,10 +187,8 @@ def test_help_explains_every_flag_and_its_variable(
     for name, field in settings.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         # The flag, its description, its default, its variable, and no other flag between them.
-        (shown,) = re.findall(
-            rf" {flag}(?:, --no-[\w-]+)? (?:(?! --).)*?\[env: (\w+)\]",
-            text.partition("options:")[2],
-        )
+        options = text.partition("options:")[2]
+        (shown,) = re.findall(rf" {flag}(?:, --no-[\w-]+)? (?:(?! --).)*?\[env: (\w+)\]", options)
         assert shown == f"{prefix}{name}".upper()
         assert field.description
         assert field.description in text

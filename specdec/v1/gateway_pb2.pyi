@@ -282,7 +282,7 @@ class SamplingParams(_message.Message):
     """
     repetition_penalty: _builtins.float
     """Divides the positive and multiplies the negative logits of tokens that occur in the prompt or
-    the output, within (0, 10]. The default, 1, does nothing.
+    the output, within [0.01, 10]. The default, 1, does nothing.
     """
     presence_penalty: _builtins.float
     """Subtracted from the logit of every token that occurs in the output, within [-2, 2]."""
