@@ -22,6 +22,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -177,6 +178,14 @@ def _without_weights(folder: Path) -> Path:
     return folder
 
 
+def _without_a_tensor(folder: Path) -> Path:
+    make_model(folder, seed=1, rows=ROWS)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _without_tokenizer(folder: Path) -> Path:
     make_model(folder, seed=1, rows=ROWS)
     for file in folder.glob("tokenizer*"):
@@ -251,6 +260,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no header of the weights": (_spoilt("model.safetensors", lambda n: 9), "files are complete"),
     "half of the config": (_spoilt("config.json", lambda n: n // 2), "files are complete"),
     "half of the tokenizer": (_spoilt("tokenizer.json", lambda n: n // 2), "files are complete"),
+    "one weight too few": (_without_a_tensor, "model.layers.1.mlp.up_proj.weight"),
     "no weights": (_without_weights, "files are complete"),
     "no tokenizer": (_without_tokenizer, "files are complete"),
     "junk in a GGUF file": (_junk_gguf, "files are complete"),
