@@ -1,0 +1,237 @@
+"""REJECTION and BLOCK are equal in law to plain decoding, with every processor on.
+
+Real `Drafter` and `Verifier` classes with their histories, on tables of logits over 8 tokens. The
+joint law of the first two tokens is enumerated with the obvious reference, and thousands of draws
+are compared with it by chi-square. Seeds are fixed, so that an outcome never changes; planted bugs
+show what the comparison sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from scipy import stats
+
+from draft_service.drafting import Drafter
+from specdec.lm.grammar import GrammarCompiler, GrammarState
+from specdec.lm.history import History
+from specdec.lm.processing import Rows, join
+from specdec.lm.tokenizer import TokenizerData
+from specdec.v1 import common_pb2
+from specdec.v1.common_pb2 import Sampling
+from tests.conformance.capabilities import LAW_CASES, LAW_GRAMMARS
+from tests.conformance.reference import scores_of
+from tests.models import byte_tokens, make_tokenizer
+from tests.processing import resolved
+from tests.stack import RULES
+from verifier_service.verification import Verifier
+
+VOCABULARY = 8
+EOS = 0
+PROMPT = [4, 2]
+K = 3
+DRAWS = 1000
+HONEST, REJECTED = 1e-3, 1e-6
+RULE = pytest.mark.parametrize("rule", ["rejection", "block"])
+
+GENERATOR = torch.Generator().manual_seed(5)
+TARGET = 1.2 * torch.randn(VOCABULARY, VOCABULARY, generator=GENERATOR)
+"""Row s holds the logits of what follows token s."""
+DRAFTS = {
+    "near": TARGET + 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=GENERATOR),
+    "stranger": 1.2 * torch.randn(VOCABULARY, VOCABULARY, generator=GENERATOR),
+}
+
+
+class TableSequence:
+    """A session's sequence on a table of logits, in the place of a model with its cache."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self.tokens = list(PROMPT)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        self.tokens.extend(token_ids)
+
+    def forward(self, num_logits: int = 1) -> torch.Tensor:
+        return self._logits[self.tokens[-num_logits:]]
+
+    def commit(self, base_length: int, token_ids: Sequence[int]) -> None:
+        self.tokens[base_length:] = token_ids
+
+
+class CommittedOnly(History):
+    """A planted bug: rows do not see the block's own earlier drafted tokens."""
+
+    def rows(self, drafted: Sequence[int], first: int = 0) -> Rows:
+        return join([super().rows([])] * (len(drafted) + 1 - first))
+
+
+COMPILER = GrammarCompiler(
+    TokenizerData.from_transformers(make_tokenizer(byte_tokens(VOCABULARY))).content,
+    VOCABULARY,
+    [EOS],
+)
+
+
+def start(sampling: Sampling) -> GrammarState | None:
+    return COMPILER.start(sampling.grammar) if sampling.HasField("grammar") else None
+
+
+def two_tokens(
+    rule: str,
+    draft: str,
+    sampling: Sampling,
+    k: int,
+    on_target: type[History] = History,
+    on_draft: type[History] = History,
+) -> list[int]:
+    """The first two tokens of one session."""
+    value = RULES[rule]
+    sequences = TableSequence(DRAFTS[draft]), TableSequence(TARGET)
+    histories = [
+        kind(sampling, PROMPT, VOCABULARY, torch.device("cpu"), start(sampling))
+        for kind in (on_draft, on_target)
+    ]
+    # A sparse q of 6 entries: truncated within the support of p.
+    drafter = Drafter(sequences[0], histories[0], sampling, value, top_n=6)  # type: ignore[arg-type]
+    opening = common_pb2.Open(sampling=sampling, acceptance_rule=value)
+    verifier = Verifier(sequences[1], histories[1], opening)  # type: ignore[arg-type]
+    output: list[int] = []
+    proposal = drafter.propose(k)
+    while True:
+        base_length = len(PROMPT) + len(output)
+        n, y, _ = verifier.verify(proposal.token_ids, proposal.distributions)
+        output += [*proposal.token_ids[:n], y]
+        if sampling.HasField("grammar") and EOS in output:
+            return [output[0], EOS if output[0] == EOS else output[1]]
+        if len(output) >= 2:
+            return output[:2]
+        proposal = drafter.advance(base_length, [*proposal.token_ids[:n], y], k)
+
+
+def exact_law(sampling: Sampling, words: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+    """[V, V]: the probability of each beginning of two tokens.
+
+    Args:
+        sampling: resolved settings.
+        words: the outputs that a grammar allows, if there is one. What ends after a token has all
+            its probability at EOS.
+    """
+
+    def row(output: list[int]) -> torch.Tensor:
+        last = output[-1] if output else PROMPT[-1]
+        logits = TARGET[last].double()
+        if words:
+            longer = [word for word in words if list(word[: len(output)]) == output]
+            allowed = {(*word, EOS)[len(output)] for word in longer}
+            for token_id in set(range(VOCABULARY)) - allowed:
+                logits[token_id] = -torch.inf
+        return scores_of(logits, sampling, PROMPT, output).softmax(-1)
+
+    first, law = row([]), torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for token_id in range(VOCABULARY):
+        if first[token_id] > 0.0:
+            law[token_id] = first[token_id] * row([token_id])
+    return law
+
+
+def sample(
+    rule: str, draft: str, sampling: Sampling, k: int, draws: int, **bugs: type[History]
+) -> torch.Tensor:
+    """[V, V]: how often each beginning came."""
+    counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for seed in range(draws):
+        settings = Sampling()
+        settings.CopyFrom(sampling)
+        settings.seed = seed
+        output = two_tokens(rule, draft, settings, k, **bugs)
+        counts[output[0], output[1]] += 1
+    return counts
+
+
+def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
+    """Of the chi-square test; cells that expect fewer than 5 are pooled into one."""
+    if bool((counts[law == 0.0] > 0).any()):
+        return 0.0
+    expected = law * counts.sum()
+    often = expected >= 5.0
+    observed = [*counts[often].tolist(), float(counts[~often].sum())]
+    likely = [*expected[often].tolist(), float(expected[~often].sum())]
+    if likely[-1] < 5.0:
+        observed[-2:], likely[-2:] = [sum(observed[-2:])], [sum(likely[-2:])]
+    return float(stats.chisquare(observed, likely, sum_check=False).pvalue)
+
+
+@pytest.mark.slow
+@RULE
+@pytest.mark.parametrize(
+    ("name", "draft"), [*((name, "near") for name in LAW_CASES), ("everything", "stranger")]
+)
+def test_the_law_is_that_of_plain_decoding(rule: str, draft: str, name: str) -> None:
+    sampling = resolved(LAW_CASES[name])
+    counts = sample(rule, draft, sampling, K, DRAWS)
+    assert p_value(counts, exact_law(sampling)) > HONEST
+
+
+@RULE
+def test_the_law_with_everything_on_is_that_of_plain_decoding(rule: str) -> None:
+    """A smaller sample, for every run of the quick tests."""
+    sampling = resolved(LAW_CASES["everything"])
+    counts = sample(rule, "near", sampling, K, 400)
+    assert p_value(counts, exact_law(sampling)) > HONEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAW_CASES)
+def test_the_law_of_plain_decoding_is_the_exact_one(name: str) -> None:
+    sampling = resolved(LAW_CASES[name])
+    counts = sample("rejection", "near", sampling, 0, DRAWS)
+    assert p_value(counts, exact_law(sampling)) > HONEST
+
+
+# Tokens 1 to 7 are ! " # $ % & '.
+WORDS = {
+    "regex": [(1,), (1, 2), (3, 3), (3, 1, 4)],
+    "json_schema": [(2, 2), (2, 1, 2), (2, 3, 3, 2)],
+    "ebnf": [(1,), (1, 2), (3, 3), (3, 1, 4)],
+}
+
+
+@pytest.mark.slow
+@RULE
+@pytest.mark.parametrize("kind", LAW_GRAMMARS)
+def test_the_law_under_a_grammar(rule: str, kind: str) -> None:
+    sampling = resolved(Sampling(temperature=1.2, grammar=LAW_GRAMMARS[kind], stop_token_ids=[EOS]))
+    counts = sample(rule, "near", sampling, K, 500)
+    law = exact_law(sampling, WORDS[kind])
+    assert int((law > 0.0).sum()) == len(WORDS[kind])
+    assert p_value(counts, law) > HONEST
+
+
+@pytest.mark.slow
+@RULE
+@pytest.mark.parametrize("name", ["penalties", "rewards", "everything"])
+def test_rows_that_see_committed_tokens_only_are_seen(rule: str, name: str) -> None:
+    sampling = resolved(LAW_CASES[name])
+    counts = sample(rule, "near", sampling, K, DRAWS, on_target=CommittedOnly)
+    assert p_value(counts, exact_law(sampling)) < REJECTED
+
+
+@pytest.mark.slow
+@RULE
+def test_a_mask_that_counts_committed_tokens_only_is_seen(rule: str) -> None:
+    sampling = resolved(LAW_CASES["min_new_tokens"])
+    counts = sample(rule, "near", sampling, K, DRAWS, on_target=CommittedOnly)
+    assert p_value(counts, exact_law(sampling)) < REJECTED
+
+
+@pytest.mark.slow
+@RULE
+def test_a_draft_with_that_bug_proposes_worse_and_changes_nothing(rule: str) -> None:
+    """q is what was sampled from, whatever it ought to be."""
+    sampling = resolved(LAW_CASES["penalties"])
+    counts = sample(rule, "near", sampling, K, DRAWS, on_draft=CommittedOnly)
+    assert p_value(counts, exact_law(sampling)) > HONEST
