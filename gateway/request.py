@@ -10,10 +10,10 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.commit import Stopping
+from gateway.grammar_check import grammar_fault
 from gateway.peers import Target
 from gateway.prompt import tokenize
 from gateway.settings import GatewaySettings
-from specdec import grammar
 from specdec.errors import SpecdecError, Violation
 from specdec.proposals import token_ids_fault
 from specdec.sessions import sampling_violations
@@ -165,7 +165,7 @@ def _mask_violations(
         )
     if not sampling.HasField("grammar"):
         return
-    fault = grammar.fault(sampling.grammar)
+    fault = grammar_fault(sampling.grammar)
     if fault is not None:
         yield Violation("sampling.grammar", fault)
     for field, is_set in (

@@ -1,12 +1,30 @@
-"""Grammars of structured output, by llguidance. Free of torch: the gateway checks with it too."""
+"""Grammars of structured output, by llguidance. Free of torch: the gateway checks them too."""
 
 from __future__ import annotations
 
-from llguidance import LLMatcher
+import json
+
+from llguidance import LLMatcher, LLParserLimits
 
 from specdec.v1 import common_pb2
 
 MAX_GRAMMAR_BYTES = 64 * 1024
+TOO_COMPLEX = "is too complex to be followed token by token"
+
+
+def limits() -> LLParserLimits:
+    """How much work a grammar may cause, for each token too. All services use the same."""
+    return LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        # A mask of ambiguous rules costs up to half a second with these.
+        step_max_items=20_000,
+        max_lexer_states=250_000,
+        max_grammar_size=500_000,
+        # Error messages would otherwise quote the output.
+        verbose_errors=False,
+    )
 
 
 def source(grammar: common_pb2.Grammar) -> str:
@@ -27,13 +45,5 @@ def source(grammar: common_pb2.Grammar) -> str:
         return LLMatcher.grammar_from_json_schema(text)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
-    return LLMatcher.grammar_from_lark(text)
-
-
-def fault(grammar: common_pb2.Grammar) -> str | None:
-    """What is wrong with a grammar, or None. Compiles it, which takes milliseconds."""
-    try:
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(source(grammar))
-    except ValueError as error:
-        is_error, messages = True, [str(error)]
-    return " ".join(" ".join(messages).split()) if is_error else None
+    # Lark's text as it is would be taken for something else if it began with a brace.
+    return json.dumps({"grammars": [{"lark_grammar": text}]})

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from enum import StrEnum
 from typing import Annotated
 
 import grpc
 import typer
-from google.protobuf.message import Message
 from rich.text import Text
 
 from specdec import services
-from specdec.cli.client import Result, explain, stream
+from specdec.cli.client import explain
 from specdec.cli.display import legend, show
+from specdec.cli.form import grammar as grammar_of
+from specdec.cli.form import set_field, set_fields, standard_input, utf8
+from specdec.cli.samples import collect, samples_to_dict, show_samples
 from specdec.cli.terminal import fail, stderr, stdout
 from specdec.v1 import common_pb2, gateway_pb2
 
@@ -47,11 +48,35 @@ def generate(
     min_p: Annotated[
         float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
     ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Makes tokens of prompt and output less likely, above 1.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken off the logits of tokens in the output.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, for every time that they occur.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the output repeatable.")] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT|@FILE", help="The output is JSON that this schema allows."),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole output matches this.")] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT|@FILE", help="The output follows this EBNF, written as Lark."),
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    min_new_tokens: Annotated[
+        int | None, typer.Option(help="Fewest tokens, before anything ends the generation.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this string; may be repeated.")
     ] = None,
+    include_stop_string: Annotated[
+        bool, typer.Option("--include-stop-string", help="Let the text end with what stopped it.")
+    ] = False,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end of the sequence.")
     ] = False,
@@ -64,6 +89,19 @@ def generate(
     num_draft_tokens: Annotated[
         int | None, typer.Option("-k", "--num-draft-tokens", help="Drafted tokens a round.")
     ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Add log-probabilities, and the N likeliest; needs --json."),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "-n",
+            "--samples",
+            metavar="N",
+            help="Generate N answers. With --json and N over 1 they are a list, `samples`.",
+        ),
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with the text and statistics.")
     ] = False,
@@ -72,57 +110,51 @@ def generate(
 
     The text goes to standard output, statistics to standard error.
     """
-    text = _utf8(prompt, "PROMPT")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter(
+            "log-probabilities are printed with --json only", param_hint="--logprobs"
+        )
+    text = utf8(prompt, "PROMPT")
     request = gateway_pb2.GenerateRequest()
-    _set(
-        request.sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    set_fields(
+        request.sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
     )
-    _set(request.stopping, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
-    request.stopping.stop_strings.extend(_utf8(string, "--stop") for string in stop or ())
-    _set(request.speculation, num_draft_tokens=num_draft_tokens)
+    form = grammar_of(json_schema, regex, grammar)
+    if form is not None:
+        request.sampling.grammar.CopyFrom(form)
+    set_fields(
+        request.stopping,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        include_stop_string=include_stop_string,
+        ignore_eos=ignore_eos,
+    )
+    request.stopping.stop_strings.extend(utf8(string, "--stop") for string in stop or ())
+    set_fields(request.speculation, num_draft_tokens=num_draft_tokens)
     if no_speculation:
         request.speculation.enabled = False
     if rule is not None:
         name = f"ACCEPTANCE_RULE_{rule.name}"
         request.speculation.acceptance_rule = common_pb2.AcceptanceRule.Value(name)
+    if logprobs is not None:
+        set_field(request.logprobs, "num_top", logprobs, "--logprobs")
+    if samples != 1:
+        set_field(request, "n", samples, "--samples")
     if prompt == "-":
-        text = _standard_input()
+        text = standard_input()
     if chat:
         request.chat.messages.add(role="user", content=text)
     else:
         request.text = text
     _run(address, request, as_json=as_json)
-
-
-def _set(message: Message, **values: float | None) -> None:
-    """Sets the fields that were given.
-
-    Raises:
-        typer.BadParameter: a number does not fit its field. Its name is that of the flag.
-    """
-    for name, value in values.items():
-        if value is None:
-            continue
-        try:
-            setattr(message, name, value)
-        except ValueError:
-            flag = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{value} is out of range", param_hint=flag) from None
-
-
-def _utf8(text: str, hint: str) -> str:
-    try:
-        text.encode()
-    except UnicodeError:
-        raise typer.BadParameter("this is not UTF-8 text", param_hint=hint) from None
-    return text
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeError:
-        fail("standard input is not UTF-8 text")
 
 
 def _run(address: str, request: gateway_pb2.GenerateRequest, *, as_json: bool) -> None:
@@ -134,8 +166,12 @@ def _run(address: str, request: gateway_pb2.GenerateRequest, *, as_json: bool) -
     console, aside = stdout(), stderr()
     try:
         if as_json:
-            result = asyncio.run(_collect(address, request))
-            typer.echo(json.dumps(result.to_dict()))
+            results = asyncio.run(collect(address, request))
+            typer.echo(json.dumps(samples_to_dict(results)))
+            return
+        if request.n > 1:
+            results = asyncio.run(collect(address, request))
+            show_samples(results, console, aside)
             return
         result = asyncio.run(show(address, request, console))
     except grpc.aio.AioRpcError as error:
@@ -147,10 +183,3 @@ def _run(address: str, request: gateway_pb2.GenerateRequest, *, as_json: bool) -
     if colours is not None and aside.is_terminal:
         aside.print(colours)
     aside.print(Text(result.summary(), "dim"))
-
-
-async def _collect(address: str, request: gateway_pb2.GenerateRequest) -> Result:
-    result = Result()
-    async for _ in stream(address, request, result):
-        pass
-    return result

@@ -12,7 +12,8 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from specdec.grammar import source
+from specdec.errors import SpecdecError, Violation
+from specdec.grammar import TOO_COMPLEX, limits, source
 from specdec.v1 import common_pb2
 
 
@@ -30,6 +31,9 @@ class GrammarState:
         Returns:
             bool [len(drafted) + 1, V]. Rows after a drafted token that is not allowed, or that
             ends the output, are all true: nothing is ever sampled from them.
+
+        Raises:
+            SpecdecError: INVALID_REQUEST, the grammar became too complex.
         """
         rows = np.ones((len(drafted) + 1, self._vocab_size), dtype=np.bool_)
         consumed = 0
@@ -57,6 +61,7 @@ class GrammarState:
             raise ValueError("the output does not fit its grammar, or the grammar is too complex")
 
     def _fill(self, row: npt.NDArray[np.bool_]) -> None:
+        self._require_no_error()
         if self._matcher.is_stopped():
             # Complete, with no way to go on: the matcher itself would take nothing more.
             row[:] = False
@@ -64,7 +69,13 @@ class GrammarState:
             return
         bits = allocate_token_bitmask(1, self._vocab_size)
         fill_next_token_bitmask(self._matcher, bits)
+        self._require_no_error()
         row[:] = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size]
+
+    def _require_no_error(self) -> None:
+        # A matcher that gave up looks as if it was complete.
+        if self._matcher.is_error():
+            raise SpecdecError.invalid([Violation("sampling.grammar", TOO_COMPLEX)])
 
 
 class GrammarCompiler:
@@ -94,7 +105,7 @@ class GrammarCompiler:
         Raises:
             ValueError: the grammar is wrong.
         """
-        matcher = LLMatcher(self._tokenizer, source(grammar), log_level=0)
+        matcher = LLMatcher(self._tokenizer, source(grammar), log_level=0, limits=limits())
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return GrammarState(matcher, self._vocab_size, self._eos_token_ids)

@@ -205,7 +205,7 @@ CAPABILITIES = (
     Capability(
         "sampling.repetition_penalty",
         "Weakens tokens of prompt and output, by division",
-        "(0, 10]",
+        "[0.01, 10]",
         "1",
         sampling({"repetition_penalty": 1.8}, {"repetition_penalty": 0.6}),
     ),
