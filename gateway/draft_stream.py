@@ -9,7 +9,7 @@ from typing import NamedTuple
 import grpc
 
 from gateway.statistics import Exchange, Stopwatch
-from specdec.errors import describe
+from specdec.errors import describe, reason_of
 from specdec.proposals import (
     distributions_fault,
     needs_distributions,
@@ -23,6 +23,16 @@ _MOST_WAITING = 64
 
 class DraftFailure(Exception):
     """The draft cannot serve this session any more. The message says why."""
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        """`lost`: whether the service itself may be gone or another, not only this session."""
+        super().__init__(message)
+        self.lost = lost
+
+
+def _failure(error: grpc.aio.AioRpcError) -> DraftFailure:
+    lost = error.code() == grpc.StatusCode.UNAVAILABLE or reason_of(error) == "TOKENIZER_MISMATCH"
+    return DraftFailure(describe(error), lost=lost)
 
 
 class _Arrival(NamedTuple):
@@ -87,7 +97,7 @@ class DraftStream:
             async with asyncio.timeout(self._patience):
                 proposal, at_ns = await self._current_proposal()
         except TimeoutError:
-            raise DraftFailure(f"no proposal within {self._patience:g} s") from None
+            raise DraftFailure(f"no proposal within {self._patience:g} s", lost=True) from None
         fault = self._fault(proposal, limit)
         if fault is not None:
             raise DraftFailure(f"unusable proposal: {fault}")
@@ -119,18 +129,18 @@ class DraftStream:
         try:
             await self._call.write(request)
         except grpc.aio.AioRpcError as error:
-            raise DraftFailure(describe(error)) from error
+            raise _failure(error) from error
         except asyncio.InvalidStateError as error:
-            raise DraftFailure("the stream has ended") from error
+            raise DraftFailure("the stream has ended", lost=True) from error
 
     async def _read(self) -> None:
         """Takes responses off the wire as they come, so that the time of each is known."""
         try:
             while isinstance(response := await self._call.read(), draft_pb2.DraftResponse):
                 await self._arrivals.put(_Arrival(response, time.monotonic_ns()))
-            await self._arrivals.put(DraftFailure("the stream has ended"))
+            await self._arrivals.put(DraftFailure("the stream has ended", lost=True))
         except grpc.aio.AioRpcError as error:
-            await self._arrivals.put(DraftFailure(describe(error)))
+            await self._arrivals.put(_failure(error))
 
     async def _current_proposal(self) -> tuple[draft_pb2.Proposal, int]:
         waiting, self._ahead = self._ahead, []

@@ -23,6 +23,7 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_BYTES = 256
 _MAX_STOP_TOKEN_IDS = 64
 _MAX_TOP_LOGPROBS = 20
+_MAX_PROMPT_LOGPROBS = 1_000_000
 _MAX_SAMPLES = 16
 
 
@@ -66,6 +67,15 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
     prompt_token_ids, field, fault = tokenize(request, target)
     if fault is not None:
         violations.append(Violation(field, fault))
+    entries = len(prompt_token_ids) * (request.logprobs.num_top + 1)
+    if request.logprobs.prompt and entries > _MAX_PROMPT_LOGPROBS:
+        violations.append(
+            Violation(
+                "logprobs.prompt",
+                f"the prompt's length times num_top + 1 must be at most {_MAX_PROMPT_LOGPROBS}, "
+                f"got {entries}",
+            )
+        )
     if violations:
         raise SpecdecError.invalid(violations)
 

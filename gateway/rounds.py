@@ -26,8 +26,8 @@ class Speculation:
     draft: DraftStream | None = None
     unavailable: str = ""
     """Why there is no draft, if there should be one."""
-    on_failure: Callable[[], None] = lambda: None
-    """Told when the draft fails."""
+    on_lost: Callable[[], None] = lambda: None
+    """Told when the draft service may be gone."""
     stale_proposals: int = 0
     """Those of a draft that was closed."""
 
@@ -39,7 +39,7 @@ class Speculation:
             try:
                 proposal, exchange = await self.draft.proposal(num_draft_tokens)
             except DraftFailure as failure:
-                self.give_up(str(failure))
+                self.give_up(failure)
             else:
                 statistics.add_proposal(exchange)
                 if not proposal.token_ids:
@@ -55,14 +55,15 @@ class Speculation:
         try:
             await self.draft.advance(token_ids, num_draft_tokens)
         except DraftFailure as failure:
-            self.give_up(str(failure))
+            self.give_up(failure)
 
-    def give_up(self, reason: str) -> None:
-        """Goes on without the draft, because it failed."""
-        _log.warning("draft given up", reason=reason)
+    def give_up(self, failure: DraftFailure) -> None:
+        """Goes on without the draft."""
+        self.unavailable = str(failure)
+        _log.warning("draft given up", reason=self.unavailable)
         self.close()
-        self.on_failure()
-        self.unavailable = reason
+        if failure.lost:
+            self.on_lost()
 
     def close(self) -> None:
         """Ends the session at the draft, if there is one."""

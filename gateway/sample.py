@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import hashlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -18,7 +19,18 @@ from gateway.verify_stream import VerifyStream
 from specdec.v1 import common_pb2, gateway_pb2
 
 _log = structlog.get_logger()
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_PIECE_TOKENS = 1024
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a sample: the request's own for the first, and hashes of it for the others.
+
+    A hash, because what is drawn under seeds that differ by a number could be related.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True)
@@ -72,10 +84,8 @@ class Sample:
             SpecdecError: the verifier failed.
         """
         if self._opening.logprobs.prompt:
-            prompt_logprobs = gateway_pb2.PromptLogprobs(
-                token_ids=self._planned.prompt_token_ids, logprobs=self._verifier.prompt_logprobs
-            )
-            yield gateway_pb2.GenerateResponse(index=self._index, prompt_logprobs=prompt_logprobs)
+            for piece in _pieces(self._planned.prompt_token_ids, self._verifier.prompt_logprobs):
+                yield gateway_pb2.GenerateResponse(index=self._index, prompt_logprobs=piece)
         rounds = run_rounds(self._verifier, self._speculation, self._output, self._statistics)
         async with aclosing(rounds) as chunks:
             async for chunk in chunks:
@@ -111,8 +121,7 @@ class Sample:
             logprobs=planned.logprobs,
             tokenizer_sha256=self._target.info.tokenizer_sha256,
         )
-        seed = opening.sampling.seed + self._index * _GOLDEN_GAMMA
-        opening.sampling.seed = seed % (1 << 64)
+        opening.sampling.seed = sample_seed(planned.sampling.seed, self._index)
         if self._index > 0 and planned.logprobs is not None:
             # They are the same for all samples, and sent once.
             opening.logprobs.prompt = False
@@ -130,19 +139,22 @@ class Sample:
         if misfit is not None:
             speculation.unavailable = misfit
             return
+        opening = common_pb2.Open()
+        opening.CopyFrom(self._opening)
+        opening.ClearField("logprobs")
         speculation.draft = DraftStream(
             peer.stub,
-            self._opening,
+            opening,
             effective_vocab_size=self._target.info.effective_vocab_size,
             patience=self._call.draft_patience,
             deadline=self._call.deadline,
             request_id=self._call.request_id,
         )
-        speculation.on_failure = peer.lost
+        speculation.on_lost = peer.lost
         try:
             await speculation.draft.open()
         except DraftFailure as failure:
-            speculation.give_up(str(failure))
+            speculation.give_up(failure)
 
     def _completion(self) -> gateway_pb2.Completion:
         output, speculation = self._output, self._speculation
@@ -172,3 +184,16 @@ class Sample:
             fallback_rounds=completion.speculation.fallback_rounds,
         )
         return completion
+
+
+def _pieces(
+    token_ids: Sequence[int], logprobs: Sequence[common_pb2.TokenLogprobs]
+) -> Iterator[gateway_pb2.PromptLogprobs]:
+    """The prompt's log-probabilities in messages that any client's limits let through."""
+    for begin in range(0, len(token_ids), _PIECE_TOKENS):
+        end = begin + _PIECE_TOKENS
+        yield gateway_pb2.PromptLogprobs(
+            token_ids=token_ids[begin:end],
+            # The first token of the prompt has none.
+            logprobs=logprobs[max(begin - 1, 0) : end - 1],
+        )

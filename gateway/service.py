@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -24,6 +25,8 @@ from specdec.services import GATEWAY
 from specdec.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 _log = structlog.get_logger()
+_GRAMMAR_CHECKS = 2
+"""How many grammars are checked at a time."""
 
 
 class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
@@ -35,6 +38,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
         self._settings = settings
         self._verifier = verifier
         self._draft = draft
+        self._grammar_checks = ThreadPoolExecutor(_GRAMMAR_CHECKS, "grammar")
         self.num_sessions = 0
 
     async def Generate(
@@ -87,7 +91,11 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
             raise SpecdecError(
                 common_pb2.ERROR_REASON_NOT_READY, f"no verifier: {self._verifier.reason}"
             )
-        planned = await asyncio.to_thread(plan, request, target, self._settings)
+        # A grammar's check may take seconds: those are not to hold up requests without one.
+        executor = self._grammar_checks if request.sampling.HasField("grammar") else None
+        planned = await asyncio.get_running_loop().run_in_executor(
+            executor, plan, request, target, self._settings
+        )
         samples = [Sample(i, planned, target, call) for i in range(planned.num_samples)]
         try:
             # One after the other: the later ones find the prompt in the cache of the first.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import grpc
 
 from gateway.statistics import Exchange, Stopwatch
-from specdec.errors import SpecdecError, describe, reason_of
+from specdec.errors import SpecdecError, Violation, describe, reason_of, violations_of
 from specdec.proposals import token_ids_fault
 from specdec.v1 import common_pb2, draft_pb2, verifier_pb2, verifier_pb2_grpc
 
@@ -128,7 +128,11 @@ def _verifier_errors() -> Iterator[None]:
             reason = common_pb2.ERROR_REASON_DEADLINE_EXCEEDED
         else:
             reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
-        raise SpecdecError(reason, f"verifier: {describe(error)}") from error
+        # What the verifier calls "open.sampling.…" is "sampling.…" to the client.
+        violations = [
+            Violation(v.field.removeprefix("open."), v.description) for v in violations_of(error)
+        ]
+        raise SpecdecError(reason, f"verifier: {describe(error)}", violations) from error
     except asyncio.InvalidStateError as error:
         reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
         raise SpecdecError(reason, "the verifier ended the stream") from error

@@ -104,13 +104,23 @@ def describe(error: grpc.aio.AioRpcError) -> str:
     return f"{name}: {error.details()}"
 
 
+def violations_of(error: grpc.aio.AioRpcError) -> list[Violation]:
+    """The field violations that an error carries."""
+    found = error_details_pb2.BadRequest()
+    for detail in _details(error):
+        detail.Unpack(found)
+    return [Violation(v.field, v.description) for v in found.field_violations]
+
+
 def reason_of(error: grpc.aio.AioRpcError) -> str | None:
     """The name of the reason that an error of ours carries, or None if it is not of ours."""
-    status = rpc_status.from_call(error)
-    if status is None:
-        return None
-    for detail in status.details:
+    for detail in _details(error):
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:
             return info.reason
     return None
+
+
+def _details(error: grpc.aio.AioRpcError) -> Sequence[any_pb2.Any]:
+    status = rpc_status.from_call(error)
+    return () if status is None else status.details

@@ -179,7 +179,9 @@ class Gateway:
                     result.completion = response.completion
                     continue
                 if response.WhichOneof("event") == "prompt_logprobs":
-                    result.prompt_logprobs = response.prompt_logprobs
+                    if result.prompt_logprobs is None:
+                        result.prompt_logprobs = gateway_pb2.PromptLogprobs()
+                    result.prompt_logprobs.MergeFrom(response.prompt_logprobs)
                     continue
                 chunk = response.chunk
                 result.chunks.append(chunk)

@@ -25,20 +25,32 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
 
-    def allowed(self, drafted: Sequence[int]) -> torch.Tensor:
-        """The tokens that may come after the output and each beginning of `drafted`.
+    def allowed(self, drafted: Sequence[int], first: int = 0) -> torch.Tensor:
+        """The tokens that may come after `drafted[:first]`, …, after all of `drafted`.
 
         Returns:
-            bool [len(drafted) + 1, V]. Rows after a drafted token that is not allowed, or that
-            ends the output, are all true: nothing is ever sampled from them.
+            bool [len(drafted) + 1 − first, V]. Rows after a drafted token that is not allowed, or
+            that ends the output, are all true: nothing is ever sampled from them.
 
         Raises:
-            SpecdecError: INVALID_REQUEST, the grammar became too complex.
+            SpecdecError: INVALID_REQUEST, the grammar became too complex, or no token can go on.
         """
-        rows = np.ones((len(drafted) + 1, self._vocab_size), dtype=np.bool_)
-        consumed = 0
-        for row, token_id in zip(rows, [*drafted, None], strict=True):
+        rows = np.ones((len(drafted) + 1 - first, self._vocab_size), dtype=np.bool_)
+        before = list(takewhile(lambda t: t not in self._eos_token_ids, drafted[:first]))
+        consumed = self._matcher.try_consume_tokens(before)
+        if consumed < first:
+            self._matcher.rollback(consumed)
+            return torch.from_numpy(rows)
+        for row, token_id in zip(rows, [*drafted[first:], None], strict=True):
             self._fill(row)
+            if consumed == 0 and not row.any():
+                raise SpecdecError.invalid(
+                    [
+                        Violation(
+                            "sampling.grammar", "no token of the model's vocabulary continues it"
+                        )
+                    ]
+                )
             if token_id is None or token_id in self._eos_token_ids or not row[token_id]:
                 break
             self._matcher.consume_token(token_id)
@@ -53,12 +65,13 @@ class GrammarState:
         commits the block to the client.
 
         Raises:
-            ValueError: they do not fit the grammar, or it became too complex.
+            SpecdecError: INVALID_REQUEST, the grammar became too complex.
+            ValueError: they do not fit the grammar.
         """
         inside = list(takewhile(lambda t: t not in self._eos_token_ids, token_ids))
         if inside and not self._matcher.consume_tokens(inside):
-            # What the library says would quote the output, which is not for logs.
-            raise ValueError("the output does not fit its grammar, or the grammar is too complex")
+            self._require_no_error()
+            raise ValueError("the output does not fit its grammar")
 
     def _fill(self, row: npt.NDArray[np.bool_]) -> None:
         self._require_no_error()

@@ -75,14 +75,13 @@ class History:
         count = len(drafted) + 1 - first
         columns = {name: value.expand(count, 1) for name, value in self._columns.items()}
         bias = None if self._bias is None else self._bias.expand(count, -1)
-        seen = None if self._seen is None else self._seen.repeat(count, 1)
-        counts = None if self._counts is None else self._counts.repeat(count, 1)
-        for row in range(count):
-            for token_id in drafted[: first + row]:
-                if seen is not None:
-                    seen[row, token_id] = True
-                if counts is not None:
-                    counts[row, token_id] += 1
+        seen, counts = None, None
+        if self._seen is not None or self._counts is not None:
+            drafted_counts = self._drafted_counts(drafted, first)
+            if self._seen is not None:
+                seen = self._seen | (drafted_counts > 0)
+            if self._counts is not None:
+                counts = self._counts + drafted_counts
         return Rows(
             **columns,
             bias=bias,
@@ -106,6 +105,15 @@ class History:
         if self._grammar is not None:
             self._grammar.commit(token_ids)
 
+    def _drafted_counts(self, drafted: Sequence[int], first: int) -> torch.Tensor:
+        """float64 [rows, V]: how often each token occurs in the beginning that each row follows."""
+        count = len(drafted) + 1 - first
+        token_ids = torch.tensor([list(drafted)] * count, dtype=torch.int64, device=self._device)
+        ends = torch.arange(first, len(drafted) + 1, device=self._device).unsqueeze(1)
+        precedes = torch.arange(len(drafted), device=self._device) < ends
+        zeros = torch.zeros(count, len(self._forbidden), dtype=torch.float64, device=self._device)
+        return zeros.scatter_add_(1, token_ids, precedes.to(torch.float64))
+
     def _forbidden_rows(self, drafted: Sequence[int], first: int) -> torch.Tensor | None:
         """bool [rows, V], or None if nothing is forbidden."""
         count = len(drafted) + 1 - first
@@ -117,5 +125,5 @@ class History:
             rows = torch.arange(min(too_early, count), device=self._device).unsqueeze(1)
             forbidden[rows, list(self._sampling.stop_token_ids)] = True
         if self._grammar is not None:
-            forbidden |= ~self._grammar.allowed(drafted)[first:].to(self._device)
+            forbidden |= ~self._grammar.allowed(drafted, first).to(self._device)
         return forbidden

@@ -63,8 +63,10 @@ def key(seed: torch.Tensor, stream: Stream, *words: torch.Tensor | int) -> torch
     by position. BLOCK needs it: where it stops depends on the coins and tokens *after* that place,
     so that the next round, which covers the same positions, must not see the same numbers again.
     """
-    hashed = _mix(seed + _signed(int(stream) * _GOLDEN_GAMMA))
-    for word in words:
+    # The seed is mixed before anything joins it: seeds that differ by a simple number must not
+    # meet each other's streams.
+    hashed = _mix(seed + _signed(_GOLDEN_GAMMA))
+    for word in (int(stream), *words):
         hashed = _mix((hashed ^ word) + _signed(_GOLDEN_GAMMA))
     return hashed
 

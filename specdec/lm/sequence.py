@@ -20,6 +20,8 @@ class CachedSequence:
         """Starts with nothing in the cache. `token_ids` must not be empty."""
         self._model = model
         self._cache = model.new_cache()
+        self._intact = True
+        """False while a pass runs, and for good if it failed: layers may differ in length then."""
         self.tokens = list(token_ids)
 
     @property
@@ -43,7 +45,7 @@ class CachedSequence:
         """
         end = min(self.cached_length + max_tokens, len(self.tokens) - 1)
         fed = self.tokens[self.cached_length : end]
-        return self._model.forward(self._cache, fed, len(fed) if all_logits else 1)
+        return self._feed(fed, len(fed) if all_logits else 1)
 
     def adopt(self, others: Iterable[CachedSequence]) -> int:
         """Copies the longest beginning that another sequence of this model has in its cache.
@@ -60,7 +62,7 @@ class CachedSequence:
 
     def _shared_length(self, other: CachedSequence) -> int:
         """How much of `other`'s cache is a beginning of this sequence, its last token excluded."""
-        limit = min(other.cached_length, len(self.tokens) - 1)
+        limit = min(other.cached_length, len(self.tokens) - 1) if other._intact else 0
         mine, theirs = self.tokens[:limit], other.tokens[:limit]
         if mine == theirs:
             return limit
@@ -76,7 +78,13 @@ class CachedSequence:
         Returns:
             [num_logits, effective vocabulary]: the logits that follow the last `num_logits` tokens.
         """
-        return self._model.forward(self._cache, self.tokens[self.cached_length :], num_logits)
+        return self._feed(self.tokens[self.cached_length :], num_logits)
+
+    def _feed(self, token_ids: list[int], num_logits: int) -> torch.Tensor:
+        self._intact = False
+        logits = self._model.forward(self._cache, token_ids, num_logits)
+        self._intact = True
+        return logits
 
     def commit(self, base_length: int, token_ids: Sequence[int]) -> None:
         """Makes the sequence its first `base_length` tokens and then `token_ids`.

@@ -375,7 +375,9 @@ class LogprobsParams(_message.Message):
     mode: _common_pb2.LogprobsMode.ValueType
     """Before or after processing; the default is before."""
     prompt: _builtins.bool
-    """Whether to send those of the prompt's tokens first."""
+    """Whether to send those of the prompt's tokens first. The prompt's length times num_top + 1 may
+    be at most 1,000,000 then.
+    """
     def __init__(
         self,
         *,
@@ -517,7 +519,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs:
-        """The prompt's log-probabilities, if they were asked for. They come first and once."""
+        """The prompt's log-probabilities, if they were asked for. They come first, once, and for a
+        long prompt in several pieces.
+        """
 
     def __init__(
         self,
@@ -539,7 +543,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """The log-probabilities of the prompt's tokens."""
+    """The log-probabilities of the prompt's tokens, or of the next of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,7 +555,9 @@ class PromptLogprobs(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """The log-probabilities of the token ids from the second on: the first has none."""
+        """The log-probabilities of the token ids. The first token of the prompt has none, so that its
+        piece has one entry less.
+        """
 
     def __init__(
         self,
