@@ -29,6 +29,8 @@ EXTREME_BITS = (
     + [0, *(1 << shift for shift in range(64))]
     + [(1 << shift) - 1 for shift in range(64)]
 )
+# Over thirty p-values are looked at here: all are above this in 99.7% of honest generators.
+HONEST = 1e-4
 
 
 def int64(value: int) -> int:
@@ -137,25 +139,25 @@ def test_gumbel_noise_is_finite_for_the_extreme_bits() -> None:
 @VARYING
 def test_numbers_are_uniform_over_keys_that_differ_in_one_word(what: str) -> None:
     numbers = uniform(keys_that_differ_in(what)).numpy()
-    assert stats.kstest(numbers, "uniform").pvalue > 1e-3
+    assert stats.kstest(numbers, "uniform").pvalue > HONEST
 
 
 @VARYING
 def test_the_lowest_bits_are_uniform_over_keys_that_differ_in_one_word(what: str) -> None:
     fraction = (uniform(keys_that_differ_in(what)) * 2.0**53).long() % 256
     counts = torch.bincount(fraction, minlength=256).numpy()
-    assert stats.chisquare(counts).pvalue > 1e-3
+    assert stats.chisquare(counts).pvalue > HONEST
 
 
 @pytest.mark.parametrize("what", ["position", "seed", "stream"])
 def test_gumbel_noise_has_its_law_over_keys_that_differ_in_one_word(what: str) -> None:
     noise = gumbel(keys_that_differ_in(what), torch.tensor([3])).squeeze(-1)
-    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
+    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > HONEST
 
 
 def test_gumbel_noise_has_its_law_over_the_tokens_of_one_position() -> None:
     noise = gumbel(key(seed_tensor(0), Stream.COUPLED, 0), torch.arange(COUNT))
-    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
+    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > HONEST
 
 
 @pytest.mark.parametrize("other", [Stream.COUPLED, Stream.DRAFT, Stream.TARGET])
@@ -164,14 +166,14 @@ def test_streams_are_independent_at_the_same_position(other: Stream) -> None:
     coins = uniform(key(seed_tensor(1), Stream.COIN, positions, positions))
     others = uniform(key(seed_tensor(1), other, positions, positions))
     assert abs(correlation(coins, others)) < 3.5
-    assert pair_p_value(coins, others) > 1e-3
+    assert pair_p_value(coins, others) > HONEST
 
 
 @pytest.mark.parametrize("what", ["position", "base length", "seed", "stream"])
 def test_neighbouring_keys_are_independent(what: str) -> None:
     numbers = uniform(keys_that_differ_in(what))
     assert abs(correlation(numbers[:-1], numbers[1:])) < 3.5
-    assert pair_p_value(numbers[:-1], numbers[1:]) > 1e-3
+    assert pair_p_value(numbers[:-1], numbers[1:]) > HONEST
 
 
 def test_neighbouring_tokens_and_positions_have_independent_noise() -> None:
@@ -185,7 +187,7 @@ def test_neighbouring_tokens_and_positions_have_independent_noise() -> None:
         (numbers[:-1, 1:], numbers[1:, :-1]),
     ]:
         assert abs(correlation(a.flatten(), b.flatten())) < 3.5
-        assert pair_p_value(a.flatten(), b.flatten()) > 1e-3
+        assert pair_p_value(a.flatten(), b.flatten()) > HONEST
 
 
 def test_the_corners_of_the_seed_differ() -> None:

@@ -69,9 +69,14 @@ class GrammarState:
             ValueError: they do not fit the grammar.
         """
         inside = list(takewhile(lambda t: t not in self._eos_token_ids, token_ids))
-        if inside and not self._matcher.consume_tokens(inside):
-            self._require_no_error()
+        if not inside:
+            return
+        fitting = self._matcher.validate_tokens(inside)
+        self._require_no_error()
+        if fitting < len(inside):
             raise ValueError("the output does not fit its grammar")
+        self._matcher.consume_tokens(inside)
+        self._require_no_error()
 
     def _fill(self, row: npt.NDArray[np.bool_]) -> None:
         self._require_no_error()

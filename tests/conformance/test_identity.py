@@ -32,6 +32,9 @@ from tests.conformance.capabilities import (
 )
 from tests.stack import RULES, Gateway, Result, draft, drafts_are_used, gateway, verifier
 
+# Some hundred comparisons of five ways to speculate each: over a minute.
+pytestmark = pytest.mark.slow
+
 EOS = 0
 Gateways = dict[str, Gateway]
 SPECULATIVE = [("near", 1), ("near", 5), ("near", 8), ("stranger", 2), ("target", 8)]
