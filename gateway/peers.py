@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -70,7 +71,7 @@ class Target:
     chat_template: ChatTemplate
 
 
-class Peer:
+class Peer(ABC):
     """One model service: its channel, and the state of the handshake."""
 
     name = "peer"
@@ -86,9 +87,9 @@ class Peer:
         self._lost = asyncio.Event()
         self._complained = False
 
+    @abstractmethod
     async def _handshake(self) -> None:
         """One attempt. Raises AioRpcError to be tried again, Refused if the peer does not fit."""
-        raise NotImplementedError
 
     async def stay_connected(self) -> None:
         """Makes the handshake, and makes it anew whenever `lost` was called, until cancelled."""
