@@ -26,6 +26,13 @@ def byte_tokens(size: int) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens[:size])}
 
 
+def permuted_tokens(size: int) -> dict[str, int]:
+    """The table of `byte_tokens` with two tokens exchanged: of equal size, and another one."""
+    names = list(byte_tokens(size))
+    names[10], names[20] = names[20], names[10]
+    return {name: index for index, name in enumerate(names)}
+
+
 def make_tokenizer(table: Mapping[str, int]) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with exactly this token table."""
     merges = [(t[0], t[1]) for t in sorted(table, key=table.__getitem__) if len(t) == 2]

@@ -15,7 +15,7 @@ from specdec import services
 from specdec.cli.health import check, wait_until_ready
 from specdec.lm.tokenizer import token_table_sha256
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc
-from tests.models import byte_tokens, make_model
+from tests.models import byte_tokens, make_model, permuted_tokens
 from tests.stack import Gateway, draft, drafts_are_used, free_port, gateway, pair, verifier
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -85,10 +85,7 @@ async def test_without_a_draft_generation_is_plain_and_says_why(target_folder: P
 async def test_a_draft_with_a_permuted_token_table_is_never_used(
     target_folder: Path, tmp_path: Path
 ) -> None:
-    table = byte_tokens(300)
-    names = list(table)
-    names[10], names[20] = names[20], names[10]
-    permuted = {name: index for index, name in enumerate(names)}
+    permuted = permuted_tokens(300)
     draft_folder = make_model(tmp_path / "permuted", seed=1, rows=300, table=permuted)
     async with pair(target_folder, draft_folder) as stack:
         result = await stack.generate(PROMPT, **OPTIONS)
@@ -326,9 +323,7 @@ async def test_a_draft_replaced_by_one_of_another_tokenizer_is_not_used(
     target_folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
     table = byte_tokens(300)
-    names = list(table)
-    names[10], names[20] = names[20], names[10]
-    permuted = {name: index for index, name in enumerate(names)}
+    permuted = permuted_tokens(300)
     other = make_model(tmp_path / "permuted", seed=1, rows=300, table=permuted)
     port = free_port()
     async with verifier(target_folder) as (verifier_address, _):

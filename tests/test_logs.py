@@ -14,7 +14,7 @@ import structlog
 
 from specdec import logs
 from specdec.lm.tokenizer import token_table_sha256
-from tests.models import byte_tokens, make_model
+from tests.models import byte_tokens, make_model, permuted_tokens
 from tests.stack import pair
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -61,9 +61,7 @@ async def test_a_tokenizer_mismatch_is_logged_once_with_both_hashes(
     target_folder: Path, tmp_path: Path, lines: io.StringIO
 ) -> None:
     table = byte_tokens(300)
-    names = list(table)
-    names[10], names[20] = names[20], names[10]
-    permuted = {name: index for index, name in enumerate(names)}
+    permuted = permuted_tokens(300)
     other = make_model(tmp_path / "permuted", seed=1, rows=300, table=permuted)
     async with pair(target_folder, other) as stack:
         for _ in range(3):
