@@ -35,6 +35,7 @@ _SERVER_OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+_LAST_TASKS_SECONDS = 1.0
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
@@ -147,6 +148,10 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
         loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
+    # gRPC's own tasks outlive the calls that they served by a moment, and print a traceback if the
+    # loop's end cancels them.
+    if remaining := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(remaining, timeout=_LAST_TASKS_SECONDS)
 
 
 def run(work: Coroutine[Any, Any, None]) -> NoReturn:
