@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from specdec.lm.history import History
-from specdec.lm.processing import draw, is_greedy, process
+from specdec.lm.processing import Rows, draw, is_greedy, join, process
 from specdec.lm.randomness import Stream, gumbel, key, seed_tensor, uniform
-from specdec.lm.sequence import CachedSequence
+from specdec.lm.runtime import Session
+from specdec.lm.scheduler import Work, failing
 from specdec.v1 import common_pb2
 
 
@@ -21,60 +22,87 @@ class Draft(NamedTuple):
     """What each token was sampled from, where the rule needs it; empty otherwise."""
 
 
-class Drafter:
-    """Drafts for one session, by its own sampling settings and rule."""
+class Proposing(Work):
+    """Drafts the next proposal of a session, by its own settings and rule.
+
+    One pass a token. The first also feeds whatever the model has not seen: committed tokens that it
+    did not draft, and its own last drafted token if all were accepted. Its result is a `Draft`.
+    """
 
     def __init__(
         self,
-        sequence: CachedSequence,
-        history: History,
-        sampling: common_pb2.Sampling,
-        rule: common_pb2.AcceptanceRule.ValueType,
+        session: Session,
+        num_draft_tokens: int,
         top_n: int,
+        committed: tuple[int, list[int]] | None = None,
     ) -> None:
-        """`top_n`: how many tokens a sparse q keeps."""
-        self._sequence = sequence
-        self._history = history
-        self._sampling = sampling
-        self._rule = rule
-        self._top_n = top_n
-
-    def advance(self, base_length: int, token_ids: list[int], num_draft_tokens: int) -> Draft:
-        """Commits tokens on top of the first `base_length`, and drafts on top of them."""
-        self._sequence.commit(base_length, token_ids)
-        self._history.commit(token_ids)
-        return self.propose(num_draft_tokens)
-
-    def propose(self, num_draft_tokens: int) -> Draft:
-        """Drafts tokens on top of the sequence, one forward pass each.
-
-        The first pass also feeds whatever the model has not seen: committed tokens that it did not
-        draft, and its own last drafted token if all were accepted.
         """
-        base_length = len(self._sequence.tokens)
-        draft = Draft([], [])
-        for position in range(base_length, base_length + num_draft_tokens):
-            logits = self._sequence.forward()
-            rows = self._history.rows(draft.token_ids, first=len(draft.token_ids))
-            token_id, q = self._sample(process(logits, rows)[0], position, base_length)
-            if q is not None:
-                draft.distributions.append(q)
-            draft.token_ids.append(token_id)
-            self._sequence.append([token_id])
-        return draft
+        Args:
+            session: at the draft.
+            num_draft_tokens: K.
+            top_n: how many tokens a sparse q keeps.
+            committed: a base length, and the tokens that were committed on top of it meanwhile.
+        """
+        super().__init__(session.sequence)
+        self._history = session.history
+        self._sampling = session.opening.sampling
+        self._rule = session.opening.acceptance_rule
+        self._num_draft_tokens = num_draft_tokens
+        self._top_n = top_n
+        self._committed = committed
+        self._draft = Draft([], [])
 
-    def _sample(
-        self, scores: torch.Tensor, position: int, base_length: int
-    ) -> tuple[int, common_pb2.SparseDistribution | None]:
+    def start(self) -> None:
+        if self._committed is not None:
+            base_length, token_ids = self._committed
+            self.sequence.commit(base_length, token_ids)
+            self._history.commit(token_ids)
+        self._base_length = len(self.sequence.tokens)
+        if self._num_draft_tokens == 0:
+            self.finish(self._draft)
+
+    @classmethod
+    def consume(cls, works: Sequence[Proposing]) -> None:
+        """Samples the next token of many sessions together."""
+        plain = [work for work in works if work._history.is_plain_greedy]
+        if plain:
+            tokens = torch.cat([work.collect() for work in plain]).float().argmax(dim=-1)
+            for work, token_id in zip(plain, tokens.tolist(), strict=True):
+                work._append(token_id)
+        processed: list[tuple[Proposing, torch.Tensor, Rows]] = []
+        for work in works:
+            if work not in plain:
+                with failing(work):
+                    drafted = work._draft.token_ids
+                    rows = work._history.rows(drafted, first=len(drafted))
+                    processed.append((work, work.collect(), rows))
+        if processed:
+            rows = join([rows for _, _, rows in processed])
+            together = process(torch.cat([logits for _, logits, _ in processed]), rows)
+            for (work, _, _), scores in zip(processed, together, strict=True):
+                with failing(work):
+                    work._append(work._sample(scores))
+
+    def _append(self, token_id: int) -> None:
+        self._draft.token_ids.append(token_id)
+        self.sequence.append([token_id])
+        if len(self._draft.token_ids) == self._num_draft_tokens:
+            self.finish(self._draft)
+
+    def _sample(self, scores: torch.Tensor) -> int:
+        """Draws a token from the processed scores [V]."""
         if is_greedy(self._sampling):
-            return int(scores.argmax()), None
+            return int(scores.argmax())
+        position = len(self.sequence.tokens)
         seed = seed_tensor(self._sampling.seed, scores.device)
         if self._rule == common_pb2.ACCEPTANCE_RULE_COUPLED:
             vocabulary = torch.arange(scores.shape[-1], device=scores.device)
             noise = gumbel(key(seed, Stream.COUPLED, position), vocabulary)
-            return int((scores + noise).argmax()), None
-        u = uniform(key(seed, Stream.DRAFT, position, base_length))
-        return sample_sparse(scores, self._top_n, u)
+            return int((scores + noise).argmax())
+        u = uniform(key(seed, Stream.DRAFT, position, self._base_length))
+        token_id, q = sample_sparse(scores, self._top_n, u)
+        self._draft.distributions.append(q)
+        return token_id
 
 
 def sample_sparse(

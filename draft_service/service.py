@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from draft_service.drafting import Draft, Drafter
+from draft_service.drafting import Draft, Proposing
 from specdec.errors import SpecdecError
 from specdec.lm.runtime import ModelRuntime, Session, require
 from specdec.lm.thread import Timed
@@ -39,16 +39,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         runtime = await require(self.runtime, context)
         async with runtime.session(request_iterator, context) as session:
             opening = session.opening
-            drafter = Drafter(
-                session.sequence,
-                session.history,
-                opening.sampling,
-                opening.acceptance_rule,
-                self._top_n,
-            )
             yield DraftResponse(opened=session.opened)
             first = min(opening.num_draft_tokens, _room(runtime, session))
-            drafted = await runtime.thread.run(drafter.propose, first)
+            drafted = await runtime.thread.work(Proposing(session, first, self._top_n))
             yield _response(session, opening.round, drafted)
             session.contract.end(opening.round, 0)
             async for request in request_iterator:
@@ -58,11 +51,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 token_ids = list(advance.token_ids)
                 session.contract.check_advance(token_ids, advance.num_draft_tokens)
                 session.contract.end(advance.round, len(token_ids))
-                drafted = await runtime.thread.run(
-                    drafter.advance,
-                    advance.base_length,
-                    token_ids,
-                    min(advance.num_draft_tokens, _room(runtime, session)),
+                wanted = min(advance.num_draft_tokens, _room(runtime, session))
+                committed = (advance.base_length, token_ids)
+                drafted = await runtime.thread.work(
+                    Proposing(session, wanted, self._top_n, committed)
                 )
                 yield _response(session, advance.round, drafted)
 

@@ -67,6 +67,8 @@ class DraftStream:
             request_id: for the draft service's log.
         """
         self.stale_proposals = 0
+        self.cached_tokens = 0
+        """How many tokens of the context the draft service had cached already."""
         self._call = stub.Draft(timeout=deadline, metadata=(("x-request-id", request_id),))
         self._opening = opening
         self._effective_vocab_size = effective_vocab_size
@@ -149,6 +151,7 @@ class DraftStream:
             if isinstance(arrival, DraftFailure):
                 raise arrival
             if arrival.response.WhichOneof("message") == "opened":
+                self.cached_tokens = arrival.response.opened.cached_tokens
                 self._stopwatch.include(arrival.response.opened.timings)
                 continue
             proposal = arrival.response.proposal

@@ -25,6 +25,7 @@ _MAX_STOP_TOKEN_IDS = 64
 _MAX_TOP_LOGPROBS = 20
 _MAX_PROMPT_LOGPROBS = 1_000_000
 _MAX_SAMPLES = 16
+_MAX_SALT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Plan:
     num_draft_tokens: int
     logprobs: common_pb2.LogprobsRequest | None
     num_samples: int
+    prefix_cache: common_pb2.PrefixCacheParams
 
 
 def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: GatewaySettings) -> Plan:
@@ -62,6 +64,10 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
     num_samples = request.n if request.HasField("n") else 1
     if not 1 <= num_samples <= _MAX_SAMPLES:
         violations.append(Violation("n", f"must be within [1, {_MAX_SAMPLES}], got {request.n}"))
+    if len(request.prefix_cache.salt.encode()) > _MAX_SALT_BYTES:
+        violations.append(
+            Violation("prefix_cache.salt", f"must be at most {_MAX_SALT_BYTES} bytes")
+        )
     rule, num_draft_tokens, faults = _speculation(request.speculation, target, settings)
     violations += faults
     prompt_token_ids, field, fault = tokenize(request, target)
@@ -105,6 +111,7 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
         num_draft_tokens,
         logprobs,
         num_samples,
+        request.prefix_cache,
     )
 
 

@@ -30,6 +30,8 @@ class Speculation:
     """Told when the draft service may be gone."""
     stale_proposals: int = 0
     """Those of a draft that was closed."""
+    cached_tokens: int = 0
+    """How many tokens of the prompt a draft that was closed had cached already."""
 
     async def propose(self, num_draft_tokens: int, statistics: Statistics) -> draft_pb2.Proposal:
         """The next proposal, or an empty one: a draft's failure never reaches the client."""
@@ -69,6 +71,7 @@ class Speculation:
         """Ends the session at the draft, if there is one."""
         if self.draft is not None:
             self.stale_proposals += self.draft.stale_proposals
+            self.cached_tokens = self.draft.cached_tokens
             self.draft.close()
             self.draft = None
 

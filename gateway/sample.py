@@ -120,6 +120,7 @@ class Sample:
             ),
             logprobs=planned.logprobs,
             tokenizer_sha256=self._target.info.tokenizer_sha256,
+            prefix_cache=planned.prefix_cache,
         )
         opening.sampling.seed = sample_seed(planned.sampling.seed, self._index)
         if self._index > 0 and planned.logprobs is not None:
@@ -168,6 +169,7 @@ class Sample:
             seed=self._opening.sampling.seed,
             speculation=self._statistics.to_message(speculation.stale_proposals),
         )
+        completion.speculation.draft_cached_tokens = speculation.cached_tokens
         if isinstance(output.matched, str):
             completion.matched_string = output.matched
         elif output.matched is not None:

@@ -82,7 +82,7 @@ class Simulator:
         index = draw(self.sparse_q[contexts], u)
         return self.sparse_ids[contexts].gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
-    # Verifier.
+    # Verification.
 
     def coins(
         self, seeds: torch.Tensor, positions: torch.Tensor, base_length: torch.Tensor

@@ -21,15 +21,16 @@ import pytest
 import torch
 from scipy import stats
 
-from draft_service.drafting import Drafter, sample_sparse
+from draft_service.drafting import Proposing, sample_sparse
 from specdec.lm.history import History
 from specdec.lm.randomness import Stream, gumbel, key, uniform
 from specdec.v1 import common_pb2
 from specdec.v1.common_pb2 import Sampling
 from tests.processing import resolved
 from tests.simulator import START, Result, Simulator
+from tests.tables import TableModel, release, session
 from verifier_service import acceptance
-from verifier_service.verification import Verifier, densify
+from verifier_service.verification import Verification, densify
 
 # A minute together; the exact enumerations in the quick set see most of what these see.
 pytestmark = pytest.mark.slow
@@ -130,52 +131,32 @@ def assert_honest(tokens: torch.Tensor, p: torch.Tensor, lengths: tuple[int, ...
 # The simulator is what the services do.
 
 
-class MarkovSequence:
-    """A session's sequence on a table of logits, in the place of a model with its cache."""
-
-    def __init__(self, logits: torch.Tensor, token_ids: list[int]) -> None:
-        self._logits = logits
-        self.tokens = list(token_ids)
-
-    def append(self, token_ids: list[int]) -> None:
-        self.tokens.extend(token_ids)
-
-    def forward(self, num_logits: int = 1) -> torch.Tensor:
-        return self._logits[self.tokens[-num_logits:]]
-
-    def commit(self, base_length: int, token_ids: list[int]) -> None:
-        self.tokens[base_length:] = token_ids
-
-
 def generate_with_services(
     rule: str, draft: str, k: int, sampling: Sampling, length: int
 ) -> tuple[list[int], int]:
     """The tokens of one session, and how many drafted tokens its first round accepted."""
     value = common_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.upper()}")
-    on_draft = MarkovSequence(logits_of(draft, 16), [START])
-    on_target = MarkovSequence(logits_of("target", 16), [START])
     sampling = resolved(sampling)
     histories = [History(sampling, [START], 16, torch.device("cpu"), None) for _ in range(2)]
-    opening = common_pb2.Open(sampling=sampling, acceptance_rule=value)
-    drafter = Drafter(on_draft, histories[0], sampling, value, TOP_N[16])  # type: ignore[arg-type]
-    verifier = Verifier(on_target, histories[1], opening)  # type: ignore[arg-type]
-    first = None
-    while len(on_target.tokens) <= length:
-        base_length = len(on_target.tokens)
-        token_ids, distributions = drafter.propose(k)
-        n, y, _ = verifier.verify(token_ids, distributions)
-        on_draft.commit(base_length, [*token_ids[:n], y])
+    at_draft, at_target = (session([START], history, sampling, value) for history in histories)
+    draft_model = TableModel(logits_of(draft, 16))
+    target = TableModel(logits_of("target", 16))
+    first, committed = None, None
+    while len(at_target.sequence.tokens) <= length:
+        base_length = len(at_target.sequence.tokens)
+        proposal = draft_model.run(Proposing(at_draft, k, TOP_N[16], committed))
+        n, y, _ = target.run(Verification(at_target, *proposal))
+        committed = (base_length, [*proposal.token_ids[:n], y])
         first = n if first is None else first
     assert first is not None
-    return on_target.tokens[1 : 1 + length], first
+    release(at_draft, at_target)
+    return at_target.sequence.tokens[1 : 1 + length], first
 
 
 @RULE
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_simulator_gives_the_tokens_of_drafter_and_verifier(
-    rule: str, k: int, sampling: str
-) -> None:
+def test_the_simulator_gives_the_tokens_of_the_services(rule: str, k: int, sampling: str) -> None:
     seeds = [0, 1, 2, 2**40, 2**63 - 1, 2**63, 2**64 - 1, *range(100, 120)]
     as_int64 = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds])
     result = make(Simulator, rule, "near", k, sampling=SAMPLINGS[sampling]).generate(as_int64, 7)

@@ -188,7 +188,7 @@ async def test_many_sessions_at_once_give_what_each_gives_alone(
     assert together == alone
 
 
-async def test_a_prompt_longer_than_the_prefill_chunk_is_fed_in_chunks(
+async def test_a_prompt_longer_than_a_pass_is_fed_in_chunks(
     target_folder: Path, draft_folder: Path
 ) -> None:
     prompt = [3 + i % 250 for i in range(200)]
@@ -196,8 +196,8 @@ async def test_a_prompt_longer_than_the_prefill_chunk_is_fed_in_chunks(
     async with pair(
         target_folder,
         draft_folder,
-        target_options={"prefill_chunk": 17},
-        draft_options={"prefill_chunk": 64},
+        target_options={"max_rows": 17},
+        draft_options={"max_rows": 64},
     ) as stack:
         result = await stack.generate(prompt, k=4, temperature=0.0, max_new_tokens=12)
     assert result.token_ids == expected

@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import grpc
 import pytest
@@ -35,9 +36,10 @@ import torch
 from google.protobuf.descriptor import Descriptor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdec.lm.pages import PAGE_SIZE
 from specdec.lm.tokenizer import token_table_sha256
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, gateway_pb2
-from specdec.v1.common_pb2 import Grammar
+from specdec.v1.common_pb2 import Grammar, PrefixCacheParams
 from specdec.v1.gateway_pb2 import ChatInput, ChatMessage, GenerateRequest, LogprobsParams
 from tests.models import EOS, byte_tokens, make_model
 from tests.processing import processed
@@ -515,7 +517,11 @@ async def _(setup: Setup) -> None:
         result = await setup.stack.gateway.send(request)
         rendered = await setup.greedy(f"{role}:{content}\nuser:why\nassistant:", ignore_eos=False)
         assert result.token_ids == rendered.token_ids
-        assert result.completion.usage == rendered.completion.usage
+        usage, expected = result.completion.usage, rendered.completion.usage
+        assert usage.prompt_tokens == expected.prompt_tokens
+        assert usage.completion_tokens == expected.completion_tokens
+        # What the conversation left in the cache serves the text that it was rendered to.
+        assert expected.cached_tokens == (usage.prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
 
 
 @case("token_ids.ids")
@@ -664,6 +670,24 @@ async def _(setup: Setup) -> None:
     assert len(outputs) > 1
     default = await setup.generate(seed=3)
     assert default.speculation.acceptance_rule == common_pb2.ACCEPTANCE_RULE_COUPLED
+
+
+@case("prefix_cache.bypass", "prefix_cache.salt")
+async def _(setup: Setup) -> None:
+    prompt = [9 + i for i in range(40)]
+    request = setup.stack.gateway.request(prompt, k=4, temperature=0.0, max_new_tokens=8)
+
+    async def cached(**params: str | bool) -> int:
+        request.prefix_cache.CopyFrom(PrefixCacheParams(**params))  # type: ignore[arg-type]
+        return (await setup.stack.gateway.send(request)).completion.usage.cached_tokens
+
+    mine = uuid4().hex
+    assert [await cached(salt=mine) for _ in range(2)] == [0, 32]
+    assert await cached(salt=uuid4().hex) == 0
+    assert await cached(salt=mine, bypass=True) == 0
+    request.prefix_cache.salt = "x" * 257
+    with pytest.raises(grpc.aio.AioRpcError, match=r"prefix_cache\.salt"):
+        await setup.stack.gateway.send(request)
 
 
 @case("logprobs.num_top", "logprobs.mode")

@@ -33,7 +33,7 @@ def greedy(scores: torch.Tensor, x: torch.Tensor) -> Outcome:
         scores: [..., K + 1, V], processed.
         x: int64 [..., K].
     """
-    return _match(scores.argmax(dim=-1), x)
+    return match(scores.argmax(dim=-1), x)
 
 
 def coupled(scores: torch.Tensor, noise: torch.Tensor, x: torch.Tensor) -> Outcome:
@@ -47,7 +47,13 @@ def coupled(scores: torch.Tensor, noise: torch.Tensor, x: torch.Tensor) -> Outco
         noise: [..., K + 1, V], the Gumbel noise g of the positions.
         x: int64 [..., K].
     """
-    return _match((scores + noise).argmax(dim=-1), x)
+    return match((scores + noise).argmax(dim=-1), x)
+
+
+def match(y: torch.Tensor, x: torch.Tensor) -> Outcome:
+    """Emits the target's own tokens y [..., K + 1] while the previous one equals the draft's."""
+    n = _leading(y[..., :-1] == x)
+    return Outcome(n, y.gather(-1, n.unsqueeze(-1)).squeeze(-1))
 
 
 def rejection(
@@ -123,12 +129,6 @@ def residual(
     """
     rest = (scale * p_row - q_row).clamp(min=0.0)
     return torch.where(rest.sum(dim=-1, keepdim=True) > 0.0, rest, p_row)
-
-
-def _match(y: torch.Tensor, x: torch.Tensor) -> Outcome:
-    """Emits the target's own tokens y [..., K + 1] while the previous one equals the draft's."""
-    n = _leading(y[..., :-1] == x)
-    return Outcome(n, y.gather(-1, n.unsqueeze(-1)).squeeze(-1))
 
 
 def _leading(stands: torch.Tensor) -> torch.Tensor:

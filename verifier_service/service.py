@@ -12,7 +12,7 @@ from specdec.errors import SpecdecError
 from specdec.lm.runtime import ModelRuntime, Session, require
 from specdec.proposals import needs_distributions
 from specdec.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.verification import Verifier
+from verifier_service.verification import Verification
 
 _CONTENT_BYTES = 256 * 1024
 
@@ -57,19 +57,17 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
         runtime = await require(self.runtime, context)
         async with runtime.session(request_iterator, context) as session:
-            verifier = Verifier(session.sequence, session.history, session.opening)
             yield verifier_pb2.VerifyResponse(opened=session.opened)
             async for request in request_iterator:
                 candidates = _candidates_of(request)
                 if not session.contract.begin(candidates.round, candidates.base_length):
                     continue
-                yield await self._verify(runtime, session, verifier, candidates)
+                yield await self._verify(runtime, session, candidates)
 
     async def _verify(
         self,
         runtime: ModelRuntime,
         session: Session,
-        verifier: Verifier,
         candidates: verifier_pb2.Candidates,
     ) -> verifier_pb2.VerifyResponse:
         token_ids = list(candidates.token_ids)
@@ -82,7 +80,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 session.opening.sampling, session.opening.acceptance_rule
             ),
         )
-        verified, timings = await runtime.thread.run(verifier.verify, token_ids, distributions)
+        verified, timings = await runtime.thread.work(
+            Verification(session, token_ids, distributions)
+        )
         n = verified.num_accepted
         contract.end(candidates.round, n + 1)
         return verifier_pb2.VerifyResponse(

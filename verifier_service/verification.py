@@ -1,4 +1,4 @@
-"""Verifies a block of drafted tokens: one forward pass, then the acceptance rule."""
+"""Verifies blocks of drafted tokens: one forward pass, then each session's acceptance rule."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.lm.history import History
 from specdec.lm.logprobs import token_logprobs
-from specdec.lm.processing import is_greedy, process
+from specdec.lm.processing import Rows, is_greedy, join, process
 from specdec.lm.randomness import Stream, gumbel, key, seed_tensor, uniform
-from specdec.lm.sequence import CachedSequence
+from specdec.lm.runtime import Session
+from specdec.lm.scheduler import Work, failing
 from specdec.v1 import common_pb2
 from verifier_service import acceptance
 
@@ -27,66 +27,100 @@ class Verified(NamedTuple):
     """Of the accepted tokens and of y, if they were asked for."""
 
 
-class Verifier:
-    """Verifies for one session, by its own sampling settings and rule."""
+class Verification(Work):
+    """The verification of one block of drafted tokens, by its session's settings and rule.
+
+    Its result is a `Verified`. The sequence then holds what stands, and the cache no rejected
+    token. It fails with FloatingPointError if the target's logits are not numbers, or everything
+    is forbidden.
+    """
 
     def __init__(
         self,
-        sequence: CachedSequence,
-        history: History,
-        opening: common_pb2.Open,
+        session: Session,
+        token_ids: list[int],
+        distributions: Sequence[common_pb2.SparseDistribution],
     ) -> None:
-        self._sequence = sequence
-        self._history = history
-        self._sampling = opening.sampling
-        self._rule = opening.acceptance_rule
-        self._logprobs = opening.logprobs if opening.HasField("logprobs") else None
-
-    def verify(
-        self, token_ids: list[int], distributions: Sequence[common_pb2.SparseDistribution]
-    ) -> Verified:
-        """Runs K drafted tokens through the target and commits what stands.
-
-        Returns:
-            How many drafted tokens stand, and the token that follows them. The sequence then holds
-            both, and the cache no rejected token.
-
-        Raises:
-            FloatingPointError: the target's logits are not numbers, or everything is forbidden.
         """
-        base_length = len(self._sequence.tokens)
-        self._sequence.append(token_ids)
-        logits = self._sequence.forward(num_logits=len(token_ids) + 1)
-        if not bool(logits.amax(dim=-1).isfinite().all()):
-            raise FloatingPointError("the target's logits are not finite numbers")
-        scores = process(logits, self._history.rows(token_ids))
-        outcome = self._accept(scores, token_ids, distributions, base_length)
+        Args:
+            session: at the target.
+            token_ids: K drafted tokens.
+            distributions: what each was sampled from, where the rule needs it.
+        """
+        super().__init__(session.sequence)
+        self.num_logits = len(token_ids) + 1
+        self.token_ids = token_ids
+        self.history = session.history
+        self._distributions = distributions
+        self._sampling = session.opening.sampling
+        self._rule = session.opening.acceptance_rule
+        self._logprobs = session.opening.logprobs if session.opening.HasField("logprobs") else None
+
+    def start(self) -> None:
+        self._base_length = len(self.sequence.tokens)
+        self.sequence.append(self.token_ids)
+
+    @property
+    def _is_plain(self) -> bool:
+        processed = (
+            self._logprobs is not None and self._logprobs.mode == common_pb2.LOGPROBS_MODE_PROCESSED
+        )
+        return self.history.is_plain_greedy and not processed
+
+    @classmethod
+    def consume(cls, works: Sequence[Verification]) -> None:
+        """Decides about the blocks of many sessions together."""
+        plain = [work for work in works if work._is_plain]
+        if plain:
+            blocks = [work.collect() for work in plain]
+            best, y = torch.cat(blocks).float().max(dim=-1)
+            sizes = [len(block) for block in blocks]
+            for work, logits, top, tokens in zip(
+                plain, blocks, best.split(sizes), y.split(sizes), strict=True
+            ):
+                with failing(work):
+                    _require_numbers(top)
+                    outcome = acceptance.match(tokens, _tensor(work.token_ids, logits.device))
+                    work._commit(outcome, logits, logits)
+        processed: list[tuple[Verification, torch.Tensor, Rows]] = []
+        for work in works:
+            if not work.done and work not in plain:
+                with failing(work):
+                    logits = work.collect()
+                    _require_numbers(logits.amax(dim=-1))
+                    processed.append((work, logits, work.history.rows(work.token_ids)))
+        if processed:
+            rows = join([rows for _, _, rows in processed])
+            together = process(torch.cat([logits for _, logits, _ in processed]), rows)
+            parts = together.split([len(logits) for _, logits, _ in processed])
+            for (work, logits, _), scores in zip(processed, parts, strict=True):
+                with failing(work):
+                    work._commit(work._accept(scores), logits, scores)
+
+    def _commit(
+        self, outcome: acceptance.Outcome, logits: torch.Tensor, scores: torch.Tensor
+    ) -> None:
         n, y = int(outcome.num_accepted), int(outcome.next_token)
         if not bool(scores[n, y].isfinite()):
             raise FloatingPointError("the request's masks leave no token to sample")
-        emitted = [*token_ids[:n], y]
-        self._sequence.commit(base_length, emitted)
-        self._history.commit(emitted)
+        emitted = [*self.token_ids[:n], y]
+        self.sequence.commit(self._base_length, emitted)
+        self.history.commit(emitted)
         found = []
         if self._logprobs is not None:
             processed = self._logprobs.mode == common_pb2.LOGPROBS_MODE_PROCESSED
             found = token_logprobs(
                 (scores if processed else logits)[: n + 1], emitted, self._logprobs.num_top
             )
-        return Verified(n, y, found)
+        self.finish(Verified(n, y, found))
 
-    def _accept(
-        self,
-        scores: torch.Tensor,
-        token_ids: list[int],
-        distributions: Sequence[common_pb2.SparseDistribution],
-        base_length: int,
-    ) -> acceptance.Outcome:
+    def _accept(self, scores: torch.Tensor) -> acceptance.Outcome:
         device = scores.device
-        x = torch.tensor(token_ids, dtype=torch.int64, device=device)
+        x = _tensor(self.token_ids, device)
         if is_greedy(self._sampling):
             return acceptance.greedy(scores, x)
         seed = seed_tensor(self._sampling.seed, device)
+        base_length = self._base_length
         positions = torch.arange(base_length, base_length + len(scores), device=device)
         if self._rule == common_pb2.ACCEPTANCE_RULE_COUPLED:
             vocabulary = torch.arange(scores.shape[-1], device=device)
@@ -97,7 +131,17 @@ class Verifier:
         # One draw a round: its base length is a position that no other round starts from.
         u = uniform(key(seed, Stream.TARGET, base_length))
         p = scores.softmax(dim=-1)
-        return rule(p, densify(distributions, p.shape[-1]).to(device), x, coins, u)
+        return rule(p, densify(self._distributions, p.shape[-1]).to(device), x, coins, u)
+
+
+def _require_numbers(best: torch.Tensor) -> None:
+    """Takes the largest logit of each row."""
+    if not bool(best.isfinite().all()):
+        raise FloatingPointError("the target's logits are not finite numbers")
+
+
+def _tensor(token_ids: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=device)
 
 
 _RULES = {

@@ -102,6 +102,16 @@ def generate(
             help="Generate N answers. With --json and N over 1 they are a list, `samples`.",
         ),
     ] = 1,
+    prefix_salt: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="Share the computation of the prompt only with the same salt."
+        ),
+    ] = "",
+    no_prefix_cache: Annotated[
+        bool,
+        typer.Option("--no-prefix-cache", help="Share the computation of the prompt with nobody."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with the text and statistics.")
     ] = False,
@@ -148,6 +158,10 @@ def generate(
         set_field(request.logprobs, "num_top", logprobs, "--logprobs")
     if samples != 1:
         set_field(request, "n", samples, "--samples")
+    if prefix_salt:
+        request.prefix_cache.salt = utf8(prefix_salt, "--prefix-salt")
+    if no_prefix_cache:
+        request.prefix_cache.bypass = True
     if prompt == "-":
         text = standard_input()
     if chat:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from specdec.lm.batch import Segment
 from specdec.lm.model import CausalLM
 
 _SUPPORTED = "a model with causal attention, such as the Llama, Qwen and Mistral families"
 # What a layer may be for its state to be rolled back to any earlier length.
-_REWINDABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_REWINDABLE_LAYERS = {"full_attention", "sliding_attention"}
+# Their rotation depends on the longest sequence of a pass, so that neighbours would be felt.
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_TRIAL_TOKENS = tuple(range(1, 21))
 
 
 class ModelLoadError(Exception):
@@ -26,6 +31,19 @@ def check_architecture(config: PreTrainedConfig) -> None:
     layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if layer_types - _REWINDABLE_LAYERS:
         raise ModelLoadError(_cannot_rewind(config))
+    if kinds := _rope_types(config) & _BATCH_DEPENDENT_ROPE:
+        raise ModelLoadError(
+            f"architecture {config.model_type!r} is not supported with rope_type "
+            f"{', '.join(sorted(kinds))}: what it computes for a sequence "
+            "depends on its neighbours; choose a checkpoint with static RoPE scaling"
+        )
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotation; some architectures have several, by kind of layer."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(each.get("rope_type")) for each in (parameters, *nested)}
 
 
 def _not_a_decoder(config: PreTrainedConfig) -> str:
@@ -35,27 +53,48 @@ def _not_a_decoder(config: PreTrainedConfig) -> str:
     )
 
 
-def check_rollback(model: CausalLM, config: PreTrainedConfig) -> None:
-    """Refuses a model that does not continue from a rolled-back cache as from a fresh one.
+def runnable(
+    model: PreTrainedModel, effective_vocab_size: int, *, deterministic: bool = False
+) -> CausalLM:
+    """Makes a model ready for packed passes, and tries it out. `CausalLM` has the arguments.
 
-    It is tried out, because no attribute of an architecture says it. It is also the warm-up.
+    Raises:
+        ModelLoadError: the runtime does not give what transformers itself gives, also after a
+            rollback. No attribute of an architecture says that.
     """
+    config = model.config
+    tokens = [token % effective_vocab_size for token in _TRIAL_TOKENS]
     try:
-        rolled_back, fresh = model.new_cache(), model.new_cache()
-        model.forward(rolled_back, [0, 1, 2], 1)
-        lengths = [rolled_back.length]
-        rolled_back.truncate(1)
-        lengths.append(rolled_back.length)
-        after = model.forward(rolled_back, [3], 1).float()
-        expected = model.forward(fresh, [0, 3], 1).float()
+        expected = _reference(model, tokens)
+        ready = CausalLM(model, effective_vocab_size, deterministic=deterministic)
+        found = _trial(ready, tokens)
     except Exception as error:
         raise ModelLoadError(
             f"architecture {config.model_type!r} is not supported: a trial run failed "
             f"({type(error).__name__}: {str(error)[:200]}); choose {_SUPPORTED}"
         ) from error
     # Half-precision rounding is far below this, another context far above.
-    if lengths != [3, 1] or (after - expected).norm() > 0.05 * expected.norm():
+    if (found - expected[:, : found.shape[1]]).norm() > 0.05 * expected.norm():
         raise ModelLoadError(_cannot_rewind(config))
+    return ready
+
+
+@torch.inference_mode()
+def _reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """float32 [T, any vocabulary]: the logits after each token by the model's own forward pass."""
+    input_ids = torch.tensor([tokens], device=model.device)
+    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
+    return logits.float()
+
+
+def _trial(model: CausalLM, tokens: list[int]) -> torch.Tensor:
+    """The same by packed passes: a beginning, a wrong draft that is rolled back, then the rest."""
+    model.allocate(4)
+    pages = [3, 1]
+    begun = model.forward([Segment(tokens[:5], 0, pages, 5)])
+    model.forward([Segment(tokens[:3], 5, pages, 0), Segment(tokens[:2], 0, [2], 1)])
+    rest = model.forward([Segment(tokens[5:], 5, pages, len(tokens) - 5)])
+    return torch.cat([begun, rest]).float()
 
 
 def _cannot_rewind(config: PreTrainedConfig) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.lm.grammar import GrammarState
-from specdec.lm.processing import Rows
+from specdec.lm.processing import Rows, is_greedy
 from specdec.v1 import common_pb2
 
 
@@ -66,6 +66,19 @@ class History:
             self._forbidden[list(sampling.allowed_token_ids)] = False
         self._forbidden[list(sampling.suppressed_token_ids)] = True
         self._forbids_always = bool(self._forbidden.any())
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is the argmax of the logits as they are."""
+        return (
+            is_greedy(self._sampling)
+            and self._bias is None
+            and self._seen is None
+            and self._counts is None
+            and self._grammar is None
+            and not self._forbids_always
+            and self._num_output >= self._sampling.min_new_tokens
+        )
 
     def rows(self, drafted: Sequence[int], first: int = 0) -> Rows:
         """How to process the logits after `drafted[:first]`, …, after all of `drafted`.

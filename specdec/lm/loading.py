@@ -20,8 +20,8 @@ from transformers.utils import logging as transformers_logging
 from specdec.lm.architecture import (
     ModelLoadError,
     check_architecture,
-    check_rollback,
     check_weights,
+    runnable,
 )
 from specdec.lm.model import CausalLM
 from specdec.lm.settings import DType
@@ -44,6 +44,7 @@ def load(
     dtype: DType = "auto",
     keep_layers: Sequence[int] | None = None,
     max_context_length: int | None = None,
+    deterministic: bool = False,
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -55,6 +56,7 @@ def load(
         keep_layers: the decoder layers to keep, by index, or None for all. A draft can be made
             from its own target in this way.
         max_context_length: a limit below the model's own, or None.
+        deterministic: whether a row's logits must not depend on the other rows of a pass.
 
     Raises:
         ModelLoadError: the files are missing or broken, the architecture is not supported, or the
@@ -113,12 +115,12 @@ def load(
     limits = [limit for limit in (own_limit, max_context_length) if limit]
     if not limits:
         raise ModelLoadError(f"{model_id!r} states no context length: give --max-context-length")
-    model = CausalLM(raw_model, tokenizer.effective_vocab_size)
-    check_rollback(model, config)
+    eos_token_ids = _eos_token_ids(raw_model, raw_tokenizer.eos_token_id)
+    model = runnable(raw_model, tokenizer.effective_vocab_size, deterministic=deterministic)
     return LoadedModel(
         model,
         tokenizer,
-        _eos_token_ids(raw_model, raw_tokenizer.eos_token_id),
+        eos_token_ids,
         min(limits),
     )
 

@@ -1,83 +1,214 @@
-"""A causal language model, and the one place that knows transformers' KV cache."""
+"""A causal language model that runs packed rows of many sequences over paged keys and values."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from specdec.lm.attention import KVStore, attend
+from specdec.lm.batch import Batch, Segment
+from specdec.lm.fused import FusedDecoder, can_fuse
+
+_INTERFACE = "specdec_paged"
+FIXED_ROWS = 32
+"""Rows of every pass in deterministic mode."""
 
 
-class KVCache:
-    """The keys and values of one sequence."""
+class PagedCache(Cache):
+    """What transformers' layers take for a cache: it puts their keys and values into the store."""
+
+    def __init__(self, store: KVStore, batch: Batch) -> None:
+        super().__init__(layers=[])
+        self._store = store
+        self.batch = batch
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores [1, key heads, T, size] each; returns the store's layer in place of the keys."""
+        layer, count = self._store.layers[layer_idx], len(self.batch.slots)
+        both = [
+            torch.nn.functional.pad(
+                x[0].transpose(0, 1)[:count], (0, layer.shape[-1] - x.shape[-1])
+            )
+            for x in (key_states, value_states)
+        ]
+        self._store.write(layer_idx, self.batch.slots, torch.cat(both, dim=1))
+        return layer, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always given: nobody needs to count from here."""
+        return 0
+
+
+def _padded(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """Fills the last dimension with zeros: keys and values need not be of one size."""
+    missing = size - heads.shape[-1]
+    return torch.nn.functional.pad(heads, (0, missing)) if missing else heads
+
+
+class _Probe(Cache):
+    """Finds out what a model's layers would store."""
 
     def __init__(self) -> None:
-        # Without a config every layer keeps all positions, also those that a sliding window
-        # hides: a window that forgets could not be rolled back.
-        self.past = DynamicCache()
+        super().__init__(layers=[])
+        self.shapes: dict[int, tuple[int, int]] = {}
+        self.windows: list[int | None] = []
 
-    @property
-    def length(self) -> int:
-        """How many tokens it holds."""
-        return int(self.past.get_seq_length())
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = max(key_states.shape[-1], value_states.shape[-1])
+        self.shapes[layer_idx] = (key_states.shape[1], size)
+        return key_states, value_states
 
-    def copy(self, length: int) -> KVCache:
-        """A cache of its own that holds the first `length` tokens of this one."""
-        twin = KVCache()
-        for index, layer in enumerate(self.past.layers):
-            # `check_architecture` lets only layers of keys and values through.
-            keys, values = (getattr(layer, name)[..., :length, :] for name in ("keys", "values"))
-            twin.past.update(keys.clone(), values.clone(), index)
-        return twin
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
 
-    def truncate(self, length: int) -> None:
-        """Forgets all but the first `length` tokens. A `length` beyond the end changes nothing."""
-        surplus = self.length - length
-        if surplus > 0:
-            self.past.crop(-surplus)
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: PagedCache | _Probe,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: queries [1, heads, T, D] to [1, T, heads, value size]."""
+    if attention_mask is not None or s_aux is not None:
+        raise NotImplementedError("attention with position biases or sinks")
+    rows = query[0].transpose(0, 1)
+    if isinstance(paged, _Probe):
+        paged.windows.append(sliding_window)
+        return rows.new_zeros(1, *rows.shape[:2], value.shape[-1]), None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = _padded(rows, key.shape[-1])
+    output = attend(rows, key, paged.batch, scaling, sliding_window, softcap)
+    return output[..., : value.shape[-1]].unsqueeze(0), None
+
+
+AttentionInterface.register(_INTERFACE, _paged_attention)
 
 
 class CausalLM:
     """A loaded model. Not thread-safe: the model thread owns it."""
 
-    def __init__(self, model: PreTrainedModel, effective_vocab_size: int) -> None:
-        """`effective_vocab_size`: the logits of ids from here on are padding, and cut off."""
-        self._model = model
+    def __init__(
+        self, model: PreTrainedModel, effective_vocab_size: int, *, deterministic: bool = False
+    ) -> None:
+        """
+        Args:
+            model: as transformers loads it. It must not be used otherwise from here on.
+            effective_vocab_size: the logits of ids from here on are padding, and cut off.
+            deterministic: whether a row's logits must not depend on the other rows of the pass.
+
+        Raises:
+            NotImplementedError: its attention does not go through transformers' interface, or
+                takes what this runtime has not got.
+        """
+        self.effective_vocab_size = effective_vocab_size
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.device = model.device
+        self.dtype = model.dtype
+        self.fixed_rows = FIXED_ROWS if deterministic else None
         # The argument was renamed in the course of transformers 5; both names are supported.
         renamed = "cache" in inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if renamed else "past_key_values"
-        self.effective_vocab_size = effective_vocab_size
-        self.device = model.device
-        self.dtype = model.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of rows of the output head, padding included."""
-        return int(self._model.config.get_text_config().vocab_size)
-
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
-        return KVCache()
+        self._model: PreTrainedModel | None = model
+        self._fused: FusedDecoder | None = None
+        probe = self._probe(model)
+        self._layers = [probe.shapes[index] for index in range(len(probe.shapes))]
+        if can_fuse(model):
+            self._fused = FusedDecoder(model, probe.windows, effective_vocab_size)
+            self._model = None
+        self.bytes_per_page = KVStore.bytes_per_page(self._layers, self.dtype)
+        self._store = KVStore(self._layers, 0, self.dtype, self.device)
 
     @torch.inference_mode()
-    def forward(self, cache: KVCache, token_ids: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Runs `token_ids` after what the cache holds, and adds them to it.
+    def _probe(self, model: PreTrainedModel) -> _Probe:
+        if not model._supports_attention_backend:
+            raise NotImplementedError("attention outside of transformers' interface")
+        model.set_attn_implementation(_INTERFACE)
+        probe = _Probe()
+        model(
+            input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device),
+            position_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device),
+            use_cache=True,
+            paged=probe,
+            **{self._cache_argument: probe},
+        )
+        config = model.config.get_text_config()
+        types = getattr(config, "layer_types", None) or []
+        if not len(probe.shapes) == len(probe.windows) == config.num_hidden_layers:
+            raise NotImplementedError("layers that share keys and values")
+        for kind, window in zip(types, probe.windows, strict=False):
+            if kind == "sliding_attention" and window is None:
+                raise NotImplementedError("a sliding window that only the mask knows")
+        return probe
+
+    def allocate(self, num_pages: int) -> None:
+        """Makes room for so many pages; what was stored before is gone."""
+        self._store = KVStore(self._layers, num_pages, self.dtype, self.device)
+
+    def clear(self, pages: list[int]) -> None:
+        """Overwrites pages that may hold what is no number."""
+        self._store.clear(pages)
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Runs the segments' tokens in one pass, and stores their keys and values.
 
         Args:
-            cache: of this model.
-            token_ids: at least one.
-            num_logits: at least 1, at most as many as there are token ids.
+            segments: at least one, each of another sequence; in deterministic mode `fixed_rows`
+                rows together at most.
 
         Returns:
-            float [num_logits, effective_vocab_size] in the model's dtype: the logits that follow
-            each of the last `num_logits` tokens.
+            [M, effective_vocab_size] in the model's dtype, M the sum of the segments' num_logits:
+            the logits that follow the last num_logits tokens of each.
         """
+        deterministic = self.fixed_rows is not None
+        batch = Batch(segments, self.device, num_rows=self.fixed_rows, deterministic=deterministic)
+        rows = batch.logit_rows
+        count = len(rows)
+        if count == 0:
+            rows = rows.new_zeros(1)
+        if self.fixed_rows is not None:
+            rows = torch.cat([rows, rows.new_zeros(self.fixed_rows - len(rows))])
+        return self._run(batch, rows)[:count, : self.effective_vocab_size]
+
+    def _run(self, batch: Batch, logit_rows: torch.Tensor) -> torch.Tensor:
+        if self._fused is not None:
+            return self._fused(self._store, batch, logit_rows)
+        assert self._model is not None
+        cache = PagedCache(self._store, batch)
         output = self._model(
-            input_ids=torch.tensor([token_ids], device=self.device),
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
             use_cache=True,
-            logits_to_keep=num_logits,
-            **{self._cache_argument: cache.past},
+            logits_to_keep=logit_rows,
+            paged=cache,
+            **{self._cache_argument: cache},
         )
-        logits: torch.Tensor = output.logits[0, :, : self.effective_vocab_size]
+        logits: torch.Tensor = output.logits[0]
         return logits

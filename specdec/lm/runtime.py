@@ -6,16 +6,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 import structlog
+import torch
 
 from specdec.errors import SpecdecError, Violation, abort
 from specdec.lm.grammar import GrammarCompiler
 from specdec.lm.history import History
 from specdec.lm.loading import LoadedModel
 from specdec.lm.logprobs import token_logprobs
+from specdec.lm.pages import PAGE_SIZE
+from specdec.lm.scheduler import Prefill, Scheduler
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.thread import ModelThread
 from specdec.logs import request_id_of
@@ -23,8 +27,6 @@ from specdec.sessions import PROTOCOL_VERSION, SessionContract, SessionState
 from specdec.v1 import common_pb2
 
 _log = structlog.get_logger()
-
-_LOGPROBS_CHUNK = 64
 
 RULES = (
     common_pb2.ACCEPTANCE_RULE_REJECTION,
@@ -53,10 +55,19 @@ class ModelRuntime:
         thread: ModelThread,
         *,
         model_id: str,
+        num_pages: int,
         max_num_draft_tokens: int,
-        prefill_chunk: int,
+        max_rows: int,
     ) -> None:
-        """`prefill_chunk`: how many prompt tokens one pass takes before others have a turn."""
+        """
+        Args:
+            loaded: the model.
+            thread: that runs it from here on.
+            model_id: its name, for the handshake.
+            num_pages: of the KV pool. A session can use all of them, if no older one does.
+            max_num_draft_tokens: the most drafted tokens in one round.
+            max_rows: the token budget of one pass.
+        """
         self.loaded = loaded
         self.thread = thread
         self.num_sessions = 0
@@ -67,16 +78,15 @@ class ModelRuntime:
             vocab_size=loaded.model.vocab_size,
             effective_vocab_size=loaded.model.effective_vocab_size,
             eos_token_ids=loaded.eos_token_ids,
-            max_context_length=loaded.max_context_length,
+            max_context_length=min(loaded.max_context_length, num_pages * PAGE_SIZE),
             acceptance_rules=RULES,
             max_num_draft_tokens=max_num_draft_tokens,
         )
-        self._prefill_chunk = prefill_chunk
         self._grammars = GrammarCompiler(
             loaded.tokenizer.content, loaded.model.effective_vocab_size, loaded.eos_token_ids
         )
-        self._sequences: list[CachedSequence] = []
-        """Of the open sessions."""
+        self.scheduler = Scheduler(loaded.model, num_pages, max_rows)
+        thread.attach(self.scheduler)
 
     @asynccontextmanager
     async def session(
@@ -95,9 +105,15 @@ class ModelRuntime:
             structlog.contextvars.bind_contextvars(
                 session_id=session_id, request_id=request_id_of(context)
             )
-            session = await self._open(opening)
-            self._sequences.append(session.sequence)
-            yield session
+            contract = SessionContract(opening, self.info)
+            (sequence, history), _ = await self.thread.run(self._begin, opening)
+            try:
+                opened = await self._prefill(opening, sequence)
+                contract.state = SessionState.READY
+                session = Session(opening, contract, sequence, history, opened)
+                yield session
+            finally:
+                self.thread.post(partial(self.scheduler.close, sequence))
         except SpecdecError as error:
             _log.warning("session failed", error=str(error))
             await abort(context, error)
@@ -110,30 +126,12 @@ class ModelRuntime:
             await abort(context, SpecdecError(reason, message))
         finally:
             self.num_sessions -= 1
-            if session is not None:
-                self._sequences.remove(session.sequence)
             _log.info(
                 "session closed",
                 tokens=session.contract.base_length if session else 0,
                 stale_messages=session.contract.stale_messages if session else 0,
                 seconds=round(time.monotonic() - begun, 3),
             )
-
-    async def _open(self, opening: common_pb2.Open) -> Session:
-        """Feeds a session's context to the model, chunk by chunk."""
-        contract = SessionContract(opening, self.info)
-        opened = common_pb2.Opened(round=opening.round, base_length=opening.base_length)
-        (sequence, history), spent = await self.thread.run(self._begin, opening)
-        opened.cached_tokens = sequence.cached_length
-        while True:
-            opened.timings.queue_us += spent.queue_us
-            opened.timings.compute_us += spent.compute_us
-            if sequence.prefilled:
-                break
-            found, spent = await self.thread.run(self._prefill, sequence, opening.logprobs)
-            opened.prompt_logprobs.extend(found)
-        contract.state = SessionState.READY
-        return Session(opening, contract, sequence, history, opened)
 
     def _begin(self, opening: common_pb2.Open) -> tuple[CachedSequence, History]:
         """A session's sequence, with what others have computed of it already, and its history."""
@@ -154,23 +152,47 @@ class ModelRuntime:
             grammar,
         )
         history.commit(opening.committed_token_ids)
-        sequence = CachedSequence(model, [*opening.prompt_token_ids, *opening.committed_token_ids])
-        if not opening.logprobs.prompt:
-            sequence.adopt(self._sequences)
+        sequence = self.scheduler.open(
+            [*opening.prompt_token_ids, *opening.committed_token_ids],
+            salt=opening.prefix_cache.salt,
+            shared=not opening.prefix_cache.bypass,
+        )
         return sequence, history
 
-    def _prefill(
-        self, sequence: CachedSequence, wanted: common_pb2.LogprobsRequest
-    ) -> list[common_pb2.TokenLogprobs]:
-        """Feeds one chunk. Returns the log-probabilities of the tokens that follow, if wanted."""
-        if not wanted.prompt:
-            sequence.prefill(self._prefill_chunk)
-            return []
-        # A row of logits for every token: fewer tokens at a time.
-        begin = sequence.cached_length
-        logits = sequence.prefill(min(self._prefill_chunk, _LOGPROBS_CHUNK), all_logits=True)
-        followers = sequence.tokens[begin + 1 : sequence.cached_length + 1]
-        return token_logprobs(logits, followers, wanted.num_top)
+    async def _prefill(
+        self, opening: common_pb2.Open, sequence: CachedSequence
+    ) -> common_pb2.Opened:
+        """Feeds a session's context to the model."""
+        opened = common_pb2.Opened(round=opening.round, base_length=opening.base_length)
+        if len(sequence.tokens) > 1:
+            prefill = Prefill(sequence)
+            if opening.logprobs.prompt:
+                prefill = ScoredPrefill(sequence, opening.logprobs.num_top)
+            found, timings = await self.thread.work(prefill)
+            opened.prompt_logprobs.extend(found)
+            opened.timings.CopyFrom(timings)
+            opened.cached_tokens = sequence.reused_length or 0
+        return opened
+
+
+class ScoredPrefill(Prefill):
+    """A prefill that yields the log-probabilities of the tokens from the second on."""
+
+    # A row of logits for every token takes memory: few tokens at a time.
+    max_rows = 64
+
+    def __init__(self, sequence: CachedSequence, num_top: int) -> None:
+        super().__init__(sequence)
+        self.num_logits = len(sequence.tokens) - 1
+        self._num_top = num_top
+
+    def take(self, logits: torch.Tensor) -> None:
+        end = self.sequence.cached_length + 1
+        followers = self.sequence.tokens[end - len(logits) : end]
+        self.found.extend(token_logprobs(logits, followers, self._num_top))
+
+    def restart(self) -> None:
+        self.found.clear()
 
 
 def _open_of(request: Any) -> common_pb2.Open:

@@ -11,6 +11,8 @@ import structlog
 
 from specdec.lm.architecture import ModelLoadError
 from specdec.lm.loading import load
+from specdec.lm.memory import pages_within
+from specdec.lm.pages import PAGE_SIZE
 from specdec.lm.runtime import ModelRuntime
 from specdec.lm.settings import ModelServiceSettings
 from specdec.lm.thread import ModelThread
@@ -52,15 +54,25 @@ async def serve(
                 dtype=settings.dtype,
                 keep_layers=keep_layers,
                 max_context_length=settings.max_context_length,
+                deterministic=settings.deterministic,
             )
+            num_pages = pages_within(settings.kv_memory, loaded)
             servicer.runtime = ModelRuntime(
                 loaded,
                 thread,
                 model_id=model_id,
+                num_pages=num_pages,
                 max_num_draft_tokens=settings.max_num_draft_tokens,
-                prefill_chunk=settings.prefill_chunk,
+                max_rows=settings.max_rows,
             )
             await health.set(True)
+            _log.info(
+                "KV cache",
+                pages=num_pages,
+                tokens=num_pages * PAGE_SIZE,
+                bytes=num_pages * loaded.model.bytes_per_page,
+                max_context_length=servicer.runtime.info.max_context_length,
+            )
             _log.info(
                 "ready",
                 model=model_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from specdec.settings import ServiceSettings
 
@@ -28,6 +28,15 @@ class ModelServiceSettings(ServiceSettings):
     max_num_draft_tokens: int = Field(
         32, ge=0, le=256, description="most drafted tokens in one round"
     )
-    prefill_chunk: int = Field(
-        512, ge=1, description="prompt tokens that one pass takes before others have a turn"
+    kv_memory: Literal["auto"] | ByteSize = Field(
+        "auto",
+        description="memory for the KV cache, for example 4GiB; auto takes 80% of what is free on "
+        "the GPU, or a quarter of what is free but at most 2 GiB on the CPU",
+    )
+    max_rows: int = Field(
+        512, ge=16, description="token budget of a forward pass over all sessions together"
+    )
+    deterministic: bool = Field(
+        False,
+        description="whether the same request gives the same tokens whatever runs beside it",
     )

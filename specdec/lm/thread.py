@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
+import structlog
 import torch
 
+from specdec.lm.scheduler import Scheduler, Work
 from specdec.v1 import common_pb2
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_log = structlog.get_logger()
 
 
 class Timed(NamedTuple, Generic[T]):
@@ -23,36 +27,133 @@ class Timed(NamedTuple, Generic[T]):
     timings: common_pb2.Timings
 
 
+class _Call(NamedTuple):
+    """Something to run between two passes, and who waits for it, if anybody does."""
+
+    function: Callable[[], Any]
+    reply: _Reply | None
+
+
+class _Reply:
+    """A future of the event loop that is resolved from the model thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+        self.asked = time.monotonic()
+
+    def send(self, result: Any, error: BaseException | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._set, result, error)
+        except RuntimeError:
+            # The loop is closed: the process ends, and nobody waits any more.
+            return
+
+    def _set(self, result: Any, error: BaseException | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+
 class ModelThread:
-    """Runs functions one at a time, in the order of their arrival."""
+    """Runs functions in the order of their arrival, and the scheduler's passes between them."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         """`num_threads`: how many cores one operation may use; None leaves it to torch."""
+        self._num_threads = num_threads
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._scheduler: Scheduler | None = None
+        self._closed = False
+        threading.Thread(target=self._main, name="model", daemon=True).start()
 
-        def initialize() -> None:
-            if num_threads is not None:
-                torch.set_num_threads(num_threads)
+    def attach(self, scheduler: Scheduler) -> None:
+        """Runs this scheduler's passes from here on."""
+        self._scheduler = scheduler
 
-        self._executor = ThreadPoolExecutor(1, "model", initialize)
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Timed[T]:
+        """Runs a function on the model thread.
 
-    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Timed[T]:
-        """Runs `work` on the model thread.
-
-        If the caller is cancelled, work that has not begun never runs; work that has begun ends.
+        If the caller is cancelled, the function runs all the same.
         """
-        asked = time.monotonic_ns()
+        reply = _Reply()
 
         def timed() -> Timed[T]:
-            begun = time.monotonic_ns()
-            value = work(*args, **kwargs)
-            ended = time.monotonic_ns()
-            timings = common_pb2.Timings(
-                queue_us=(begun - asked) // 1000, compute_us=(ended - begun) // 1000
-            )
-            return Timed(value, timings)
+            begun = time.monotonic()
+            value = function(*args, **kwargs)
+            return Timed(value, _timings(begun - reply.asked, time.monotonic() - begun))
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor, timed)
+        self._calls.put(_Call(timed, reply))
+        result: Timed[T] = await reply.future
+        return result
+
+    async def work(self, work: Work) -> Timed[Any]:
+        """Has the scheduler do a work, and returns its result."""
+        reply = _Reply()
+
+        def ended() -> None:
+            begun = reply.asked if work.begun is None else work.begun
+            timings = _timings(begun - reply.asked, work.compute_seconds)
+            reply.send(Timed(work.result, timings), work.error)
+
+        def add() -> None:
+            assert self._scheduler is not None
+            self._scheduler.add(work, ended)
+
+        self._calls.put(_Call(add, None))
+        result: Timed[Any] = await reply.future
+        return result
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Runs a function on the model thread; nobody waits for it."""
+        self._calls.put(_Call(function, None))
 
     def close(self) -> None:
-        """Drops what has not begun. What has begun ends by itself; nobody waits for it."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Ends the thread after what it is at. Nobody waits for it."""
+        self._closed = True
+        self._calls.put(None)
+
+    def _main(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        while not self._closed:
+            self._run_calls()
+            if self._scheduler is not None and self._scheduler.has_work and not self._closed:
+                self._step(self._scheduler)
+
+    def _run_calls(self) -> None:
+        """Runs what has arrived; waits for something if there is nothing else to do."""
+        idle = self._scheduler is None or not self._scheduler.has_work
+        while not self._closed:
+            try:
+                call = self._calls.get(block=idle)
+            except queue.Empty:
+                return
+            if call is not None:
+                self._run(call)
+            idle = False
+
+    def _run(self, call: _Call) -> None:
+        try:
+            result, error = call.function(), None
+        except BaseException as caught:
+            result, error = None, caught
+        if call.reply is not None:
+            call.reply.send(result, error)
+        elif error is not None:
+            _log.error("model thread", exc_info=error)
+
+    def _step(self, scheduler: Scheduler) -> None:
+        try:
+            scheduler.step()
+        except Exception as error:
+            _log.exception("pass failed")
+            scheduler.fail_all(error)
+
+
+def _timings(queue_seconds: float, compute_seconds: float) -> common_pb2.Timings:
+    return common_pb2.Timings(
+        queue_us=int(queue_seconds * 1e6), compute_us=int(compute_seconds * 1e6)
+    )

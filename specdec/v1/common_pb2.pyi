@@ -460,6 +460,7 @@ class Open(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Names the session in the logs of all services."""
     round: _builtins.int
@@ -493,6 +494,10 @@ class Open(_message.Message):
     def logprobs(self) -> Global___LogprobsRequest:
         """Which log-probabilities the verifier sends with its verdicts; none if unset."""
 
+    @_builtins.property
+    def prefix_cache(self) -> Global___PrefixCacheParams:
+        """How the session takes part in the prefix cache."""
+
     def __init__(
         self,
         *,
@@ -506,14 +511,45 @@ class Open(_message.Message):
         num_draft_tokens: _builtins.int = ...,
         logprobs: Global___LogprobsRequest | None = ...,
         tokenizer_sha256: _builtins.str = ...,
+        prefix_cache: Global___PrefixCacheParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prefix_cache", b"prefix_cache", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rule", b"acceptance_rule", "base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "sampling", b"sampling", "session_id", b"session_id", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rule", b"acceptance_rule", "base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "prefix_cache", b"prefix_cache", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "sampling", b"sampling", "session_id", b"session_id", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class PrefixCacheParams(_message.Message):
+    """How a generation shares the computation of common beginnings with others. It never changes the
+    output's distribution.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYPASS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    bypass: _builtins.bool
+    """Whether to neither use what others have computed nor leave anything for them."""
+    salt: _builtins.str
+    """Generations share only with those of the same salt, at most 256 bytes. Give each tenant its own
+    where none may learn, from the time that a request takes, what others have asked.
+    """
+    def __init__(
+        self,
+        *,
+        bypass: _builtins.bool = ...,
+        salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bypass", b"bypass", "salt", b"salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixCacheParams: _TypeAlias = PrefixCacheParams  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import common_pb2 as specdec_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specdec/v1/gateway.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"\xd5\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.specdec.v1.ChatInputH\x00\x12.\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.specdec.v1.TokenIdsInputH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12,\n\x08stopping\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.StoppingParams\x12\x32\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1d.specdec.v1.SpeculationParams\x12,\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1a.specdec.v1.LogprobsParams\x12\x0e\n\x01n\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_n\"6\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1c\n\rTokenIdsInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa2\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).specdec.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x1c\n\x14suppressed_token_ids\x18\x0b \x03(\r\x12$\n\x07grammar\x18\x0c \x01(\x0b\x32\x13.specdec.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"Y\n\x0eLogprobsParams\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.specdec.v1.LogprobsMode\x12\x0e\n\x06prompt\x18\x03 \x01(\x08\"\xf1\x01\n\x0eStoppingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\r\x12\x1b\n\x13include_stop_string\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x16\n\x14_skip_special_tokens\"\x9e\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x33\n\x0f\x61\x63\x63\x65ptance_rule\x18\x03 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRuleB\n\n\x08_enabledB\x13\n\x11_num_draft_tokens\"\xb3\x01\n\x10GenerateResponse\x12\"\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x11.specdec.v1.ChunkH\x00\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x16.specdec.v1.CompletionH\x00\x12\x35\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1a.specdec.v1.PromptLogprobsH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"P\n\x0ePromptLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"\x94\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x07origins\x18\x03 \x03(\x0e\x32\x17.specdec.v1.TokenOrigin\x12\x13\n\x0btoken_texts\x18\x04 \x03(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"\xe6\x01\n\nCompletion\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x03 \x01(\tH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x36\n\x0bspeculation\x18\x06 \x01(\x0b\x32!.specdec.v1.SpeculationStatisticsB\t\n\x07matched\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x9c\x03\n\x15SpeculationStatistics\x12\x33\n\x0f\x61\x63\x63\x65ptance_rule\x18\x01 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x05 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x06 \x01(\x01\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x07 \x03(\r\x12\x1c\n\x14\x64rafted_per_position\x18\x08 \x03(\r\x12\x17\n\x0f\x66\x61llback_rounds\x18\t \x01(\r\x12\x17\n\x0f\x66\x61llback_reason\x18\n \x01(\t\x12\x17\n\x0fstale_proposals\x18\x0b \x01(\r\x12\x10\n\x08\x64raft_us\x18\x0c \x01(\x04\x12\x11\n\tverify_us\x18\r \x01(\x04\x12\x0f\n\x07wire_us\x18\x0e \x01(\x04\x12\x10\n\x08queue_us\x18\x0f \x01(\x04*\x93\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specdec/v1/gateway.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"\x8a\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.specdec.v1.ChatInputH\x00\x12.\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.specdec.v1.TokenIdsInputH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.specdec.v1.SamplingParams\x12,\n\x08stopping\x18\x05 \x01(\x0b\x32\x1a.specdec.v1.StoppingParams\x12\x32\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1d.specdec.v1.SpeculationParams\x12,\n\x08logprobs\x18\x07 \x01(\x0b\x32\x1a.specdec.v1.LogprobsParams\x12\x0e\n\x01n\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x33\n\x0cprefix_cache\x18\t \x01(\x0b\x32\x1d.specdec.v1.PrefixCacheParamsB\x07\n\x05inputB\x04\n\x02_n\"6\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1c\n\rTokenIdsInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa2\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).specdec.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x1c\n\x14suppressed_token_ids\x18\x0b \x03(\r\x12$\n\x07grammar\x18\x0c \x01(\x0b\x32\x13.specdec.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"Y\n\x0eLogprobsParams\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.specdec.v1.LogprobsMode\x12\x0e\n\x06prompt\x18\x03 \x01(\x08\"\xf1\x01\n\x0eStoppingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x16\n\x0emin_new_tokens\x18\x05 \x01(\r\x12\x1b\n\x13include_stop_string\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x16\n\x14_skip_special_tokens\"\x9e\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x33\n\x0f\x61\x63\x63\x65ptance_rule\x18\x03 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRuleB\n\n\x08_enabledB\x13\n\x11_num_draft_tokens\"\xb3\x01\n\x10GenerateResponse\x12\"\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x11.specdec.v1.ChunkH\x00\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x16.specdec.v1.CompletionH\x00\x12\x35\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1a.specdec.v1.PromptLogprobsH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"P\n\x0ePromptLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"\x94\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x07origins\x18\x03 \x03(\x0e\x32\x17.specdec.v1.TokenOrigin\x12\x13\n\x0btoken_texts\x18\x04 \x03(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"\xe6\x01\n\nCompletion\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x03 \x01(\tH\x00\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x36\n\x0bspeculation\x18\x06 \x01(\x0b\x32!.specdec.v1.SpeculationStatisticsB\t\n\x07matched\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xb9\x03\n\x15SpeculationStatistics\x12\x33\n\x0f\x61\x63\x63\x65ptance_rule\x18\x01 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x05 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x06 \x01(\x01\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x07 \x03(\r\x12\x1c\n\x14\x64rafted_per_position\x18\x08 \x03(\r\x12\x17\n\x0f\x66\x61llback_rounds\x18\t \x01(\r\x12\x17\n\x0f\x66\x61llback_reason\x18\n \x01(\t\x12\x17\n\x0fstale_proposals\x18\x0b \x01(\r\x12\x10\n\x08\x64raft_us\x18\x0c \x01(\x04\x12\x11\n\tverify_us\x18\r \x01(\x04\x12\x0f\n\x07wire_us\x18\x0e \x01(\x04\x12\x10\n\x08queue_us\x18\x0f \x01(\x04\x12\x1b\n\x13\x64raft_cached_tokens\x18\x10 \x01(\r*\x93\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,40 +34,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_TOKENORIGIN']._serialized_start=2732
-  _globals['_TOKENORIGIN']._serialized_end=2879
-  _globals['_FINISHREASON']._serialized_start=2881
-  _globals['_FINISHREASON']._serialized_end=2976
+  _globals['_TOKENORIGIN']._serialized_start=2814
+  _globals['_TOKENORIGIN']._serialized_end=2961
+  _globals['_FINISHREASON']._serialized_start=2963
+  _globals['_FINISHREASON']._serialized_end=3058
   _globals['_GENERATEREQUEST']._serialized_start=66
-  _globals['_GENERATEREQUEST']._serialized_end=407
-  _globals['_CHATINPUT']._serialized_start=409
-  _globals['_CHATINPUT']._serialized_end=463
-  _globals['_CHATMESSAGE']._serialized_start=465
-  _globals['_CHATMESSAGE']._serialized_end=509
-  _globals['_TOKENIDSINPUT']._serialized_start=511
-  _globals['_TOKENIDSINPUT']._serialized_end=539
-  _globals['_SAMPLINGPARAMS']._serialized_start=542
-  _globals['_SAMPLINGPARAMS']._serialized_end=1088
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=919
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=967
-  _globals['_LOGPROBSPARAMS']._serialized_start=1090
-  _globals['_LOGPROBSPARAMS']._serialized_end=1179
-  _globals['_STOPPINGPARAMS']._serialized_start=1182
-  _globals['_STOPPINGPARAMS']._serialized_end=1423
-  _globals['_SPECULATIONPARAMS']._serialized_start=1426
-  _globals['_SPECULATIONPARAMS']._serialized_end=1584
-  _globals['_GENERATERESPONSE']._serialized_start=1587
-  _globals['_GENERATERESPONSE']._serialized_end=1766
-  _globals['_PROMPTLOGPROBS']._serialized_start=1768
-  _globals['_PROMPTLOGPROBS']._serialized_end=1848
-  _globals['_CHUNK']._serialized_start=1851
-  _globals['_CHUNK']._serialized_end=1999
-  _globals['_COMPLETION']._serialized_start=2002
-  _globals['_COMPLETION']._serialized_end=2232
-  _globals['_USAGE']._serialized_start=2234
-  _globals['_USAGE']._serialized_end=2314
-  _globals['_SPECULATIONSTATISTICS']._serialized_start=2317
-  _globals['_SPECULATIONSTATISTICS']._serialized_end=2729
-  _globals['_GENERATIONSERVICE']._serialized_start=2978
-  _globals['_GENERATIONSERVICE']._serialized_end=3070
+  _globals['_GENERATEREQUEST']._serialized_end=460
+  _globals['_CHATINPUT']._serialized_start=462
+  _globals['_CHATINPUT']._serialized_end=516
+  _globals['_CHATMESSAGE']._serialized_start=518
+  _globals['_CHATMESSAGE']._serialized_end=562
+  _globals['_TOKENIDSINPUT']._serialized_start=564
+  _globals['_TOKENIDSINPUT']._serialized_end=592
+  _globals['_SAMPLINGPARAMS']._serialized_start=595
+  _globals['_SAMPLINGPARAMS']._serialized_end=1141
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=972
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1020
+  _globals['_LOGPROBSPARAMS']._serialized_start=1143
+  _globals['_LOGPROBSPARAMS']._serialized_end=1232
+  _globals['_STOPPINGPARAMS']._serialized_start=1235
+  _globals['_STOPPINGPARAMS']._serialized_end=1476
+  _globals['_SPECULATIONPARAMS']._serialized_start=1479
+  _globals['_SPECULATIONPARAMS']._serialized_end=1637
+  _globals['_GENERATERESPONSE']._serialized_start=1640
+  _globals['_GENERATERESPONSE']._serialized_end=1819
+  _globals['_PROMPTLOGPROBS']._serialized_start=1821
+  _globals['_PROMPTLOGPROBS']._serialized_end=1901
+  _globals['_CHUNK']._serialized_start=1904
+  _globals['_CHUNK']._serialized_end=2052
+  _globals['_COMPLETION']._serialized_start=2055
+  _globals['_COMPLETION']._serialized_end=2285
+  _globals['_USAGE']._serialized_start=2287
+  _globals['_USAGE']._serialized_end=2367
+  _globals['_SPECULATIONSTATISTICS']._serialized_start=2370
+  _globals['_SPECULATIONSTATISTICS']._serialized_end=2811
+  _globals['_GENERATIONSERVICE']._serialized_start=3060
+  _globals['_GENERATIONSERVICE']._serialized_end=3152
 # @@protoc_insertion_point(module_scope)

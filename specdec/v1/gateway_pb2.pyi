@@ -90,6 +90,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized with the special tokens that the model expects at the start."""
     n: _builtins.int
@@ -120,6 +121,10 @@ class GenerateRequest(_message.Message):
     def logprobs(self) -> Global___LogprobsParams:
         """Which log-probabilities to send; none if unset."""
 
+    @_builtins.property
+    def prefix_cache(self) -> _common_pb2.PrefixCacheParams:
+        """How the beginning of the prompt is shared with other requests."""
+
     def __init__(
         self,
         *,
@@ -131,10 +136,11 @@ class GenerateRequest(_message.Message):
         speculation: Global___SpeculationParams | None = ...,
         logprobs: Global___LogprobsParams | None = ...,
         n: _builtins.int | None = ...,
+        prefix_cache: _common_pb2.PrefixCacheParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "n", b"n", "prefix_cache", b"prefix_cache", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "n", b"n", "prefix_cache", b"prefix_cache", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -723,6 +729,7 @@ class SpeculationStatistics(_message.Message):
     VERIFY_US_FIELD_NUMBER: _builtins.int
     WIRE_US_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
+    DRAFT_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     acceptance_rule: _common_pb2.AcceptanceRule.ValueType
     """The rule that was used."""
     rounds: _builtins.int
@@ -751,6 +758,8 @@ class SpeculationStatistics(_message.Message):
     """Microseconds spent between the services: round trips less what the peer computed or queued."""
     queue_us: _builtins.int
     """Microseconds that messages waited for a model in the draft and verifier services."""
+    draft_cached_tokens: _builtins.int
+    """How many tokens of the prompt the draft service had cached already."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How often the drafted token at each position of a proposal was accepted."""
@@ -777,10 +786,11 @@ class SpeculationStatistics(_message.Message):
         verify_us: _builtins.int = ...,
         wire_us: _builtins.int = ...,
         queue_us: _builtins.int = ...,
+        draft_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_per_position", b"accepted_per_position", "draft_us", b"draft_us", "drafted_per_position", b"drafted_per_position", "fallback_reason", b"fallback_reason", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "queue_us", b"queue_us", "rounds", b"rounds", "stale_proposals", b"stale_proposals", "verify_us", b"verify_us", "wire_us", b"wire_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_per_position", b"accepted_per_position", "draft_cached_tokens", b"draft_cached_tokens", "draft_us", b"draft_us", "drafted_per_position", b"drafted_per_position", "fallback_reason", b"fallback_reason", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "queue_us", b"queue_us", "rounds", b"rounds", "stale_proposals", b"stale_proposals", "verify_us", b"verify_us", "wire_us", b"wire_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

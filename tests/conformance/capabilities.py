@@ -418,6 +418,22 @@ CAPABILITIES = (
         Law.FOLLOWS,
         ("test_logprobs.py::test_samples_share_the_prompt_and_equal_their_lone_runs",),
     ),
+    Capability(
+        "prefix_cache.bypass",
+        "Whether to share no computation with other requests",
+        "true or false",
+        "false",
+        law=Law.FOLLOWS,
+        tests=("test_prefix_cache.py::test_a_bypass_neither_uses_nor_leaves_anything",),
+    ),
+    Capability(
+        "prefix_cache.salt",
+        "Shares only with requests of the same salt",
+        "at most 256 bytes",
+        "empty",
+        law=Law.FOLLOWS,
+        tests=("test_prefix_cache.py::test_salts_keep_requests_apart",),
+    ),
 )
 
 REFERENCE_CASES: dict[str, GenerateRequest] = {

@@ -1,9 +1,9 @@
 """REJECTION and BLOCK are equal in law to plain decoding, with every processor on.
 
-Real `Drafter` and `Verifier` classes with their histories, on tables of logits over 8 tokens. The
-joint law of the first two tokens is enumerated with the obvious reference, and thousands of draws
-are compared with it by chi-square. Seeds are fixed, so that an outcome never changes; planted bugs
-show what the comparison sees.
+Real `Proposing` and `Verification` works with their histories, on tables of logits over 8 tokens.
+The joint law of the first two tokens is enumerated with the obvious reference, and thousands of
+draws are compared with it by chi-square. Seeds are fixed, so that an outcome never changes; planted
+bugs show what the comparison sees.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import pytest
 import torch
 from scipy import stats
 
-from draft_service.drafting import Drafter
+from draft_service.drafting import Proposing
 from specdec.lm.grammar import GrammarCompiler, GrammarState
 from specdec.lm.history import History
 from specdec.lm.processing import Rows, join
 from specdec.lm.tokenizer import TokenizerData
-from specdec.v1 import common_pb2
 from specdec.v1.common_pb2 import Sampling
 from tests.conformance.capabilities import LAW_CASES, LAW_GRAMMARS
 from tests.conformance.reference import scores_of
 from tests.models import byte_tokens, make_tokenizer
 from tests.processing import resolved
 from tests.stack import RULES
-from verifier_service.verification import Verifier
+from tests.tables import TableModel, release, session
+from verifier_service.verification import Verification
 
 VOCABULARY = 8
 EOS = 0
@@ -43,23 +43,6 @@ DRAFTS = {
     "near": TARGET + 0.6 * torch.randn(VOCABULARY, VOCABULARY, generator=GENERATOR),
     "stranger": 1.2 * torch.randn(VOCABULARY, VOCABULARY, generator=GENERATOR),
 }
-
-
-class TableSequence:
-    """A session's sequence on a table of logits, in the place of a model with its cache."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits = logits
-        self.tokens = list(PROMPT)
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        self.tokens.extend(token_ids)
-
-    def forward(self, num_logits: int = 1) -> torch.Tensor:
-        return self._logits[self.tokens[-num_logits:]]
-
-    def commit(self, base_length: int, token_ids: Sequence[int]) -> None:
-        self.tokens[base_length:] = token_ids
 
 
 class CommittedOnly(History):
@@ -90,26 +73,30 @@ def two_tokens(
 ) -> list[int]:
     """The first two tokens of one session."""
     value = RULES[rule]
-    sequences = TableSequence(DRAFTS[draft]), TableSequence(TARGET)
     histories = [
         kind(sampling, PROMPT, VOCABULARY, torch.device("cpu"), start(sampling))
         for kind in (on_draft, on_target)
     ]
-    # A sparse q of 6 entries: truncated within the support of p.
-    drafter = Drafter(sequences[0], histories[0], sampling, value, top_n=6)  # type: ignore[arg-type]
-    opening = common_pb2.Open(sampling=sampling, acceptance_rule=value)
-    verifier = Verifier(sequences[1], histories[1], opening)  # type: ignore[arg-type]
+    at_draft, at_target = (session(PROMPT, history, sampling, value) for history in histories)
+    draft_model, target = TableModel(DRAFTS[draft]), TableModel(TARGET)
     output: list[int] = []
-    proposal = drafter.propose(k)
-    while True:
-        base_length = len(PROMPT) + len(output)
-        n, y, _ = verifier.verify(proposal.token_ids, proposal.distributions)
-        output += [*proposal.token_ids[:n], y]
-        if sampling.HasField("grammar") and EOS in output:
-            return [output[0], EOS if output[0] == EOS else output[1]]
-        if len(output) >= 2:
-            return output[:2]
-        proposal = drafter.advance(base_length, [*proposal.token_ids[:n], y], k)
+    try:
+        # A sparse q of 6 entries: truncated within the support of p.
+        proposal = draft_model.run(Proposing(at_draft, k, 6))
+        while True:
+            base_length = len(PROMPT) + len(output)
+            n, y, _ = target.run(
+                Verification(at_target, proposal.token_ids, proposal.distributions)
+            )
+            output += [*proposal.token_ids[:n], y]
+            if sampling.HasField("grammar") and EOS in output:
+                return [output[0], EOS if output[0] == EOS else output[1]]
+            if len(output) >= 2:
+                return output[:2]
+            committed = (base_length, [*proposal.token_ids[:n], y])
+            proposal = draft_model.run(Proposing(at_draft, k, 6, committed))
+    finally:
+        release(at_draft, at_target)
 
 
 def exact_law(sampling: Sampling, words: Sequence[Sequence[int]] = ()) -> torch.Tensor:

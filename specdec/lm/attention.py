@@ -1,0 +1,142 @@
+"""Attention over paged keys and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from specdec.lm.batch import Batch
+from specdec.lm.pages import PAGE_SIZE
+
+_MANY_ROWS = 12
+
+
+class KVStore:
+    """The keys and values of all sequences: for each layer, pages of them.
+
+    A layer's tensor is [1 + num_pages, PAGE_SIZE, 2 · key heads, D]: the keys' heads, then the
+    values'. Page 0 is ZERO_PAGE.
+    """
+
+    def __init__(
+        self,
+        layers: list[tuple[int, int]],
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`layers`: for each layer the number of key heads and D, the larger of both head sizes."""
+        # Layers of one shape share a tensor, so that pages are cleared by one operation.
+        counts = Counter(layers)
+        self._bases = {
+            shape: torch.zeros(
+                count, 1 + num_pages, PAGE_SIZE, 2 * shape[0], shape[1], dtype=dtype, device=device
+            )
+            for shape, count in counts.items()
+        }
+        unbound = {shape: iter(base.unbind()) for shape, base in self._bases.items()}
+        self.layers = [next(unbound[shape]) for shape in layers]
+
+    @staticmethod
+    def bytes_per_page(layers: list[tuple[int, int]], dtype: torch.dtype) -> int:
+        """How much memory one page takes in all layers together."""
+        return PAGE_SIZE * dtype.itemsize * sum(2 * heads * size for heads, size in layers)
+
+    def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Stores [T, 2 · key heads, D] at `slots`, int64 [T]."""
+        self.layers[layer].view(-1, *self.layers[layer].shape[2:]).index_copy_(
+            0, slots, keys_values
+        )
+
+    def clear(self, pages: list[int]) -> None:
+        """Overwrites pages with zeros.
+
+        What attention gathers beyond a sequence's end is masked, but must be finite all the same,
+        whatever a failed session left there.
+        """
+        index = torch.tensor(pages, dtype=torch.int64)
+        for base in self._bases.values():
+            base.index_fill_(1, index.to(base.device), 0)
+
+
+def attend(
+    query: torch.Tensor,
+    layer: torch.Tensor,
+    batch: Batch,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of each row to its own sequence, as far as it has come.
+
+    Args:
+        query: [T, heads, D]; rows beyond the groups' are padding.
+        layer: [N, PAGE_SIZE, 2 · key heads, D], the rows' own keys and values already in it.
+        batch: how the rows are grouped.
+        scaling: of the scores.
+        window: how many of the last positions a row sees; None for all.
+        softcap: caps the scores at ± softcap by tanh; None for no cap.
+
+    Returns:
+        [T, heads, D].
+    """
+    heads, size = query.shape[1:]
+    key_heads = layer.shape[2] // 2
+    repeats = heads // key_heads
+    # On the CPU the fused kernel is slow in bfloat16: products by oneDNN took half of its time.
+    by_products = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    by_products = by_products and not batch.deterministic
+    outputs = []
+    for group in batch.groups:
+        found = group.gather(layer).transpose(1, 2)
+        keys, values = found[:, :key_heads], found[:, key_heads:]
+        # The query heads of one key head become more rows of it: nothing is repeated in memory.
+        rows = query[group.rows].view(group.batch, -1, key_heads, repeats, size)
+        count = rows.shape[1]
+        rows = rows.permute(0, 2, 3, 1, 4).reshape(group.batch, key_heads, repeats * count, size)
+        mask = group.mask(window, repeats, query.dtype)
+        if softcap is not None:
+            output = _capped_attention(rows, keys, values, mask, scaling, softcap)
+        elif mask is not None and len(group.positions.flatten()) >= _MANY_ROWS and by_products:
+            output = _attention_by_products(rows, keys, values, mask, scaling)
+        else:
+            output = scaled_dot_product_attention(rows, keys, values, mask, scale=scaling)
+        output = output.view(group.batch, key_heads, repeats, count, size).permute(0, 3, 1, 2, 4)
+        outputs.append(output.reshape(-1, heads, size))
+    padding = len(query) - batch.num_real_rows
+    if padding:
+        outputs.append(query.new_zeros(padding, heads, size))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attention_by_products(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Like `scaled_dot_product_attention`; [B, key heads, rows, D] and a mask [B, 1, rows, L]."""
+    batch, heads = query.shape[:2]
+    query, keys, values = (x.reshape(batch * heads, *x.shape[2:]) for x in (query, keys, values))
+    mask = mask.expand(-1, heads, -1, -1).reshape(batch * heads, *mask.shape[2:])
+    scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scaling)
+    return torch.bmm(scores.softmax(dim=-1), values).view(batch, heads, -1, values.shape[-1])
+
+
+def _capped_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    scores = torch.matmul(query, keys.transpose(-1, -2)) * scaling
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, values)

@@ -1,0 +1,187 @@
+"""One step's rows of many sequences, packed for a single forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from specdec.lm.pages import PAGE_SIZE, ZERO_PAGE, pages_for
+
+KEY_SPLIT = 512
+"""Deterministic attention reads keys in blocks of so many, whatever the length."""
+
+
+class Segment(NamedTuple):
+    """Adjacent rows of one sequence."""
+
+    token_ids: Sequence[int]
+    """The tokens that are fed, at least one."""
+    start: int
+    """The position of the first: how many tokens of the sequence are cached already."""
+    pages: Sequence[int]
+    """Of the sequence, with room for these tokens."""
+    num_logits: int
+    """For how many of the last rows logits are wanted."""
+
+
+@dataclass
+class Group:
+    """Sequences whose attention is one call: as many rows each, and contexts of similar length."""
+
+    rows: slice
+    """Where its rows lie among the packed rows: B sequences with n rows each."""
+    batch: int
+    """B."""
+    positions: torch.Tensor
+    """int64 [B, n]: the position of each row in its sequence."""
+    pages: torch.Tensor
+    """int64 [B or 1, P]: 1 if all rows are of one sequence."""
+    adjacent: bool
+    """Whether there is one list of pages and they lie side by side: no copy is needed then."""
+    num_keys: int
+    """L: how many keys are read, at most P pages."""
+    _masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def gather(self, layer: torch.Tensor) -> torch.Tensor:
+        """The group's part of one layer's pages [N, PAGE_SIZE, heads, D] as [B, L, heads, D]."""
+        if self.adjacent:
+            first = int(self.pages[0, 0])
+            found = layer[first : first + self.pages.shape[1]]
+        else:
+            found = layer.index_select(0, self.pages.flatten())
+        found = found.reshape(len(self.pages), -1, *layer.shape[2:])
+        return found[:, : self.num_keys].expand(self.batch, -1, -1, -1)
+
+    def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[B, 1, repeats · n, L]: 0 where a row may look, −inf elsewhere. None if it may always.
+
+        Args:
+            window: how many of the last positions a row sees; None for all.
+            repeats: how often the rows follow each other: the query heads of one key head.
+            dtype: of the queries.
+        """
+        everything = self.positions.numel() == 1 and int(self.positions[0, 0]) == self.num_keys - 1
+        if everything and (window is None or self.num_keys <= window):
+            return None
+        found = self._masks.get((window, repeats, dtype))
+        if found is None:
+            keys = torch.arange(self.num_keys, device=self.positions.device)
+            rows = self.positions.unsqueeze(-1)
+            hidden = keys > rows
+            if window is not None:
+                hidden |= keys <= rows - window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            found = zeros.masked_fill_(hidden, -torch.inf).unsqueeze(1).repeat(1, 1, repeats, 1)
+            self._masks[window, repeats, dtype] = found
+        return found
+
+
+class Batch:
+    """The packed rows of some segments.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T], of each row in its sequence.
+        slots: int64 [T], where each row's keys and values go: page · PAGE_SIZE + offset.
+        groups: they cover all rows.
+        deterministic: whether attention treats each row by itself.
+        logit_rows: int64 [M], the rows whose logits are wanted, in the order of the segments.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        *,
+        num_rows: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """
+        Args:
+            segments: at least one.
+            device: of the tensors.
+            num_rows: pads with rows that nobody reads, up to so many.
+            deterministic: attention treats each row by itself.
+        """
+        keyed: dict[tuple[int, ...], list[int]] = {}
+        for index, segment in enumerate(segments):
+            keyed.setdefault(_group_key(index, segment, deterministic), []).append(index)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        first_row = [0] * len(segments)
+        parts: list[tuple[slice, list[Segment]]] = []
+        for members in keyed.values():
+            begin = len(token_ids)
+            for index in members:
+                segment = segments[index]
+                first_row[index] = len(token_ids)
+                token_ids.extend(segment.token_ids)
+                places = range(segment.start, segment.start + len(segment.token_ids))
+                positions.extend(places)
+                slots.extend(
+                    segment.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE
+                    for place in places
+                )
+            parts.append((slice(begin, len(token_ids)), [segments[i] for i in members]))
+        logit_rows: list[int] = []
+        for row, segment in zip(first_row, segments, strict=True):
+            end = row + len(segment.token_ids)
+            logit_rows.extend(range(end - segment.num_logits, end))
+        self.num_real_rows = len(token_ids)
+        self.deterministic = deterministic
+        padding = max(0, (num_rows or 0) - len(token_ids))
+
+        def tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        self.token_ids = tensor(token_ids + [0] * padding)
+        self.positions = tensor(positions + [0] * padding)
+        self.slots = tensor(slots)
+        self.logit_rows = tensor(logit_rows)
+        self.groups = [
+            self._group(rows, members, device, deterministic=deterministic)
+            for rows, members in parts
+        ]
+
+    def _group(
+        self, rows: slice, members: list[Segment], device: torch.device, *, deterministic: bool
+    ) -> Group:
+        ends = [member.start + len(member.token_ids) for member in members]
+        longest = max(ends)
+        num_keys = longest
+        if len(members) > 1:
+            num_keys = pages_for(longest) * PAGE_SIZE
+        if deterministic:
+            num_keys = -(-longest // KEY_SPLIT) * KEY_SPLIT
+        count = pages_for(num_keys)
+        lists = []
+        for member, end in zip(members, ends, strict=True):
+            used = list(member.pages[: pages_for(end)])
+            lists.append(used + [ZERO_PAGE] * (count - len(used)))
+        only = lists[0]
+        return Group(
+            rows=rows,
+            batch=rows.stop - rows.start if deterministic else len(members),
+            positions=self.positions[rows].view(-1, 1 if deterministic else _rows_of(members)),
+            pages=torch.tensor(lists, dtype=torch.int64, device=device),
+            adjacent=len(lists) == 1 and only == list(range(only[0], only[0] + count)),
+            num_keys=num_keys,
+        )
+
+
+def _rows_of(members: list[Segment]) -> int:
+    return len(members[0].token_ids)
+
+
+def _group_key(index: int, segment: Segment, deterministic: bool) -> tuple[int, ...]:
+    """Segments of one key are one group."""
+    if deterministic:
+        return (index,)
+    # A short context in one call with a long one would be padded to its length; by powers of two
+    # it at most doubles.
+    pages = pages_for(segment.start + len(segment.token_ids))
+    return (len(segment.token_ids), pages.bit_length())

@@ -1,0 +1,127 @@
+"""The decoder of the Llama family, with as few operations a layer as it takes.
+
+transformers runs each architecture by its own modules, some sixty operations a layer. At one row a
+step these cost as much as the weights' way through memory. Here queries, keys and values are one
+product, gate and up are one, and rotation and cache write are one operation each for all heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.lm.attention import KVStore, attend
+from specdec.lm.batch import Batch
+from specdec.lm.linear import Linear
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""The architectures that differ only in what is read from their modules here."""
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Whether `FusedDecoder` can run this model."""
+    return (
+        model.config.model_type in MODEL_TYPES
+        and model.config.hidden_act == "silu"
+        and all(
+            not isinstance(parameter, torch.distributed.tensor.DTensor)
+            for parameter in model.parameters()
+        )
+    )
+
+
+class _Layer:
+    """The weights of one decoder layer."""
+
+    def __init__(self, module: Any, window: int | None) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.qkv = Linear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = Linear([attention.o_proj])
+        self.gate_up = Linear([mlp.gate_proj, mlp.up_proj])
+        self.down = Linear([mlp.down_proj])
+        self.first_norm = module.input_layernorm
+        self.second_norm = module.post_attention_layernorm
+        # Qwen3 normalises each head of queries and keys.
+        self.query_norm = getattr(attention, "q_norm", None)
+        self.key_norm = getattr(attention, "k_norm", None)
+        self.scaling = float(attention.scaling)
+        self.window = window
+
+
+class FusedDecoder:
+    """Runs a model of the Llama family on packed rows."""
+
+    def __init__(self, model: Any, windows: list[int | None], effective_vocab_size: int) -> None:
+        """
+        Args:
+            model: a causal language model for which `can_fuse` holds. It is not needed afterwards.
+            windows: for each layer how many of the last positions it sees; None for all.
+            effective_vocab_size: how many rows of the output head to use.
+        """
+        decoder, config = model.model, model.config
+        self._embedding = decoder.embed_tokens.weight
+        self._layers = [
+            _Layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)
+        ]
+        self._rotary = decoder.rotary_emb
+        self._norm = decoder.norm
+        self._head = Linear([model.lm_head], effective_vocab_size)
+        self._heads = config.num_attention_heads
+        self._key_heads = config.num_key_value_heads
+        self._size = decoder.layers[0].self_attn.head_dim
+
+    def __call__(self, store: KVStore, batch: Batch, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Runs the batch and adds its keys and values to the store.
+
+        Returns:
+            [M, effective vocabulary]: the logits of the rows `logit_rows`.
+        """
+        hidden = nn.functional.embedding(batch.token_ids, self._embedding)
+        cos, sin = self._rotation(hidden, batch.positions)
+        rows = len(batch.slots)
+        queries = self._heads
+        rotated_heads = queries + self._key_heads
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(_normed(layer.first_norm, hidden)).view(len(hidden), -1, self._size)
+            if layer.query_norm is not None:
+                assert layer.key_norm is not None
+                qkv = torch.cat(
+                    [
+                        _normed(layer.query_norm, qkv[:, :queries]),
+                        _normed(layer.key_norm, qkv[:, queries:rotated_heads]),
+                        qkv[:, rotated_heads:],
+                    ],
+                    dim=1,
+                )
+            # rotate_half(x) · sin, with the sign in `sin`; values are turned by 0.
+            qkv = torch.addcmul(qkv * cos, qkv.roll(self._size // 2, dims=-1), sin)
+            store.write(index, batch.slots, qkv[:rows, queries:])
+            attended = attend(
+                qkv[:, :queries], store.layers[index], batch, layer.scaling, layer.window
+            )
+            hidden = layer.out.add_to(attended.reshape(len(hidden), -1), hidden)
+            gate, up = layer.gate_up(_normed(layer.second_norm, hidden)).chunk(2, dim=-1)
+            hidden = layer.down.add_to(nn.functional.silu(gate).mul_(up), hidden)
+        return self._head(_normed(self._norm, hidden.index_select(0, logit_rows)))
+
+    def _rotation(
+        self, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and signed sin for all heads of queries, keys and values, [T, heads, D] each."""
+        cos, sin = (x[0].unsqueeze(1) for x in self._rotary(hidden, positions.unsqueeze(0)))
+        half = self._size // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        rotated = self._heads + self._key_heads
+        shape = (len(hidden), self._key_heads, self._size)
+        return (
+            torch.cat([cos.expand(-1, rotated, -1), cos.new_ones(shape)], dim=1),
+            torch.cat([sin.expand(-1, rotated, -1), sin.new_zeros(shape)], dim=1),
+        )
+
+
+def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Root-mean-square normalisation over the last dimension."""
+    return nn.functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
