@@ -10,8 +10,8 @@ import torch
 from specdec.lm.history import History
 from specdec.lm.pages import PagePool, pages_for
 from specdec.lm.runtime import Session
-from specdec.lm.scheduler import Work
 from specdec.lm.sequence import CachedSequence
+from specdec.lm.work import Work
 from specdec.sessions import SessionContract
 from specdec.v1 import common_pb2
 

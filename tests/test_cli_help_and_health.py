@@ -21,11 +21,11 @@ from tests.stack import draft, free_port, gateway, verifier
 
 async def test_help_fits_a_terminal_and_says_something_of_everything() -> None:
     overview = await specdec("--help", COLUMNS="80")
-    commands = ("demo", "up", "generate", "health", "draft", "verifier", "gateway", "models")
-    for command in commands:
+    commands = ("demo", "up", "generate", "bench", "health", "draft", "verifier", "gateway")
+    for command in (*commands, "models"):
         assert re.search(rf"^  {command} +\w.*\.$", overview.out, re.MULTILINE), command
     assert "..." not in overview.out.split("Commands:")[1]
-    for command in ("demo", "up", "generate", "health", "models"):
+    for command in ("demo", "up", "generate", "bench", "health", "models"):
         run = await specdec(command, "--help", COLUMNS="80")
         assert (run.status, run.err) == (0, "")
         assert run.out.startswith(f"Usage: specdec {command} ")

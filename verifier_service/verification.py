@@ -11,7 +11,7 @@ from specdec.lm.logprobs import token_logprobs
 from specdec.lm.processing import Rows, is_greedy, join, process
 from specdec.lm.randomness import Stream, gumbel, key, seed_tensor, uniform
 from specdec.lm.runtime import Session
-from specdec.lm.scheduler import Work, failing
+from specdec.lm.work import Work, failing
 from specdec.v1 import common_pb2
 from verifier_service import acceptance
 

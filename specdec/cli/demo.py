@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Annotated
 
 import grpc
@@ -33,7 +32,11 @@ def demo(
             fail(str(error))
     options = ("--num-threads", str(pair.shared_cores()))
     children = pair.children(
-        target=None, draft=None, ports=_free_ports(3), target_options=options, draft_options=options
+        target=None,
+        draft=None,
+        ports=pair.free_ports(),
+        target_options=options,
+        draft_options=options,
     )
     address = f"127.0.0.1:{children[0].port}"
     request = gateway_pb2.GenerateRequest(
@@ -63,15 +66,3 @@ def demo(
         console.print(colours)
     console.print(Text(result.summary()))
     console.print("The services are stopped. `specdec up` keeps them running.")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, so that a demo runs beside `specdec up`."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [free.getsockname()[1] for free in sockets]
-    finally:
-        for free in sockets:
-            free.close()

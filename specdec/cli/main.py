@@ -9,7 +9,7 @@ from importlib import import_module
 import typer
 
 from specdec import services
-from specdec.cli import demo, generate, health, models, up
+from specdec.cli import bench, demo, generate, health, models, up
 
 app = typer.Typer(
     name="specdec",
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("generate")(generate.generate)
+app.command("bench")(bench.bench)
 app.command("health")(health.health)
 app.add_typer(models.app, name="models")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -61,6 +62,18 @@ def shared_cores() -> int:
     # Only Linux tells which cores this process may use.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (allowed or 1) // 2)
+
+
+def free_ports() -> list[int]:
+    """Ports for the three that nobody listens on now, to run beside `specdec up`."""
+    sockets = [socket.socket() for _ in services.ALL]
+    try:
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+    finally:
+        for free in sockets:
+            free.close()
 
 
 def reporter(console: Console) -> Report:

@@ -16,8 +16,8 @@ _MANY_ROWS = 12
 class KVStore:
     """The keys and values of all sequences: for each layer, pages of them.
 
-    A layer's tensor is [1 + num_pages, PAGE_SIZE, 2 · key heads, D]: the keys' heads, then the
-    values'. Page 0 is ZERO_PAGE.
+    A layer's tensor is [num_pages + 2, PAGE_SIZE, 2 · key heads, D]: the keys' heads, then the
+    values'. Page 0 is ZERO_PAGE, and padding may store into the last one.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class KVStore:
         counts = Counter(layers)
         self._bases = {
             shape: torch.zeros(
-                count, 1 + num_pages, PAGE_SIZE, 2 * shape[0], shape[1], dtype=dtype, device=device
+                count, num_pages + 2, PAGE_SIZE, 2 * shape[0], shape[1], dtype=dtype, device=device
             )
             for shape, count in counts.items()
         }
@@ -93,19 +93,19 @@ def attend(
         found = group.gather(layer).transpose(1, 2)
         keys, values = found[:, :key_heads], found[:, key_heads:]
         # The query heads of one key head become more rows of it: nothing is repeated in memory.
-        rows = query[group.rows].view(group.batch, -1, key_heads, repeats, size)
-        count = rows.shape[1]
-        rows = rows.permute(0, 2, 3, 1, 4).reshape(group.batch, key_heads, repeats * count, size)
+        sequences, count = group.positions.shape
+        rows = query[group.rows].view(sequences, count, key_heads, repeats, size)
+        rows = rows.permute(0, 2, 3, 1, 4).reshape(sequences, key_heads, repeats * count, size)
         mask = group.mask(window, repeats, query.dtype)
         if softcap is not None:
             output = _capped_attention(rows, keys, values, mask, scaling, softcap)
-        elif mask is not None and len(group.positions.flatten()) >= _MANY_ROWS and by_products:
+        elif mask is not None and group.positions.numel() >= _MANY_ROWS and by_products:
             output = _attention_by_products(rows, keys, values, mask, scaling)
         else:
             output = scaled_dot_product_attention(rows, keys, values, mask, scale=scaling)
-        output = output.view(group.batch, key_heads, repeats, count, size).permute(0, 3, 1, 2, 4)
+        output = output.view(sequences, key_heads, repeats, count, size).permute(0, 3, 1, 2, 4)
         outputs.append(output.reshape(-1, heads, size))
-    padding = len(query) - batch.num_real_rows
+    padding = len(query) - batch.groups[-1].rows.stop
     if padding:
         outputs.append(query.new_zeros(padding, heads, size))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

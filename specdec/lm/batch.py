@@ -33,27 +33,26 @@ class Group:
 
     rows: slice
     """Where its rows lie among the packed rows: B sequences with n rows each."""
-    batch: int
-    """B."""
     positions: torch.Tensor
     """int64 [B, n]: the position of each row in its sequence."""
     pages: torch.Tensor
     """int64 [B or 1, P]: 1 if all rows are of one sequence."""
-    adjacent: bool
-    """Whether there is one list of pages and they lie side by side: no copy is needed then."""
     num_keys: int
     """L: how many keys are read, at most P pages."""
+    first_page: int | None = None
+    """Set if there is one list of pages and they lie side by side: no copy is needed then."""
+    sees_all: bool = False
+    """Whether there is one row, and all L keys are its past."""
     _masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def gather(self, layer: torch.Tensor) -> torch.Tensor:
         """The group's part of one layer's pages [N, PAGE_SIZE, heads, D] as [B, L, heads, D]."""
-        if self.adjacent:
-            first = int(self.pages[0, 0])
-            found = layer[first : first + self.pages.shape[1]]
+        if self.first_page is not None:
+            found = layer[self.first_page : self.first_page + self.pages.shape[1]]
         else:
             found = layer.index_select(0, self.pages.flatten())
         found = found.reshape(len(self.pages), -1, *layer.shape[2:])
-        return found[:, : self.num_keys].expand(self.batch, -1, -1, -1)
+        return found[:, : self.num_keys].expand(len(self.positions), -1, -1, -1)
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """[B, 1, repeats · n, L]: 0 where a row may look, −inf elsewhere. None if it may always.
@@ -63,8 +62,7 @@ class Group:
             repeats: how often the rows follow each other: the query heads of one key head.
             dtype: of the queries.
         """
-        everything = self.positions.numel() == 1 and int(self.positions[0, 0]) == self.num_keys - 1
-        if everything and (window is None or self.num_keys <= window):
+        if self.sees_all and (window is None or self.num_keys <= window):
             return None
         found = self._masks.get((window, repeats, dtype))
         if found is None:
@@ -79,102 +77,110 @@ class Group:
         return found
 
 
+@dataclass
 class Batch:
-    """The packed rows of some segments.
+    """The packed rows of some sequences."""
 
-    Attributes:
-        token_ids: int64 [T].
-        positions: int64 [T], of each row in its sequence.
-        slots: int64 [T], where each row's keys and values go: page · PAGE_SIZE + offset.
-        groups: they cover all rows.
-        deterministic: whether attention treats each row by itself.
-        logit_rows: int64 [M], the rows whose logits are wanted, in the order of the segments.
+    token_ids: torch.Tensor
+    """int64 [T]."""
+    positions: torch.Tensor
+    """int64 [T], of each row in its sequence."""
+    slots: torch.Tensor
+    """int64 [T], or less if the last rows are padding that stores nothing: where the keys and
+    values of each row go, page · PAGE_SIZE + offset."""
+    groups: list[Group]
+    """They cover all rows but the padding."""
+    logit_rows: torch.Tensor
+    """int64 [M], the rows whose logits are wanted."""
+    deterministic: bool = False
+    """Whether attention treats each row by itself."""
+
+
+def pack(
+    segments: Sequence[Segment],
+    device: torch.device,
+    *,
+    num_rows: int | None = None,
+    deterministic: bool = False,
+) -> Batch:
+    """Packs segments; the logits come in their order.
+
+    Args:
+        segments: at least one.
+        device: of the tensors.
+        num_rows: pads with rows that nobody reads, up to so many.
+        deterministic: see `Batch`.
     """
+    keyed: dict[tuple[int, ...], list[int]] = {}
+    for index, segment in enumerate(segments):
+        keyed.setdefault(_group_key(index, segment, deterministic), []).append(index)
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    first_row = [0] * len(segments)
+    parts: list[tuple[slice, list[Segment]]] = []
+    for members in keyed.values():
+        begin = len(token_ids)
+        for index in members:
+            segment = segments[index]
+            first_row[index] = len(token_ids)
+            token_ids.extend(segment.token_ids)
+            places = range(segment.start, segment.start + len(segment.token_ids))
+            positions.extend(places)
+            slots.extend(slot(segment.pages, place) for place in places)
+        parts.append((slice(begin, len(token_ids)), [segments[i] for i in members]))
+    logit_rows: list[int] = []
+    for row, segment in zip(first_row, segments, strict=True):
+        end = row + len(segment.token_ids)
+        logit_rows.extend(range(end - segment.num_logits, end))
+    padding = [0] * max(0, (num_rows or 0) - len(token_ids))
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        device: torch.device,
-        *,
-        num_rows: int | None = None,
-        deterministic: bool = False,
-    ) -> None:
-        """
-        Args:
-            segments: at least one.
-            device: of the tensors.
-            num_rows: pads with rows that nobody reads, up to so many.
-            deterministic: attention treats each row by itself.
-        """
-        keyed: dict[tuple[int, ...], list[int]] = {}
-        for index, segment in enumerate(segments):
-            keyed.setdefault(_group_key(index, segment, deterministic), []).append(index)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        first_row = [0] * len(segments)
-        parts: list[tuple[slice, list[Segment]]] = []
-        for members in keyed.values():
-            begin = len(token_ids)
-            for index in members:
-                segment = segments[index]
-                first_row[index] = len(token_ids)
-                token_ids.extend(segment.token_ids)
-                places = range(segment.start, segment.start + len(segment.token_ids))
-                positions.extend(places)
-                slots.extend(
-                    segment.pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE
-                    for place in places
-                )
-            parts.append((slice(begin, len(token_ids)), [segments[i] for i in members]))
-        logit_rows: list[int] = []
-        for row, segment in zip(first_row, segments, strict=True):
-            end = row + len(segment.token_ids)
-            logit_rows.extend(range(end - segment.num_logits, end))
-        self.num_real_rows = len(token_ids)
-        self.deterministic = deterministic
-        padding = max(0, (num_rows or 0) - len(token_ids))
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
-        def tensor(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        self.token_ids = tensor(token_ids + [0] * padding)
-        self.positions = tensor(positions + [0] * padding)
-        self.slots = tensor(slots)
-        self.logit_rows = tensor(logit_rows)
-        self.groups = [
-            self._group(rows, members, device, deterministic=deterministic)
+    all_positions = tensor(positions + padding)
+    return Batch(
+        token_ids=tensor(token_ids + padding),
+        positions=all_positions,
+        slots=tensor(slots),
+        groups=[
+            _group(rows, all_positions[rows], members, deterministic=deterministic)
             for rows, members in parts
-        ]
-
-    def _group(
-        self, rows: slice, members: list[Segment], device: torch.device, *, deterministic: bool
-    ) -> Group:
-        ends = [member.start + len(member.token_ids) for member in members]
-        longest = max(ends)
-        num_keys = longest
-        if len(members) > 1:
-            num_keys = pages_for(longest) * PAGE_SIZE
-        if deterministic:
-            num_keys = -(-longest // KEY_SPLIT) * KEY_SPLIT
-        count = pages_for(num_keys)
-        lists = []
-        for member, end in zip(members, ends, strict=True):
-            used = list(member.pages[: pages_for(end)])
-            lists.append(used + [ZERO_PAGE] * (count - len(used)))
-        only = lists[0]
-        return Group(
-            rows=rows,
-            batch=rows.stop - rows.start if deterministic else len(members),
-            positions=self.positions[rows].view(-1, 1 if deterministic else _rows_of(members)),
-            pages=torch.tensor(lists, dtype=torch.int64, device=device),
-            adjacent=len(lists) == 1 and only == list(range(only[0], only[0] + count)),
-            num_keys=num_keys,
-        )
+        ],
+        logit_rows=tensor(logit_rows),
+        deterministic=deterministic,
+    )
 
 
-def _rows_of(members: list[Segment]) -> int:
-    return len(members[0].token_ids)
+def slot(pages: Sequence[int], position: int) -> int:
+    """Where the keys and values of a position go."""
+    return pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+
+def _group(
+    rows: slice, positions: torch.Tensor, members: list[Segment], *, deterministic: bool
+) -> Group:
+    ends = [member.start + len(member.token_ids) for member in members]
+    longest = max(ends)
+    num_keys = longest if len(members) == 1 else pages_for(longest) * PAGE_SIZE
+    if deterministic:
+        num_keys = -(-longest // KEY_SPLIT) * KEY_SPLIT
+    count = pages_for(num_keys)
+    lists = []
+    for member, end in zip(members, ends, strict=True):
+        used = list(member.pages[: pages_for(end)])
+        lists.append(used + [ZERO_PAGE] * (count - len(used)))
+    first = lists[0][0]
+    adjacent = len(lists) == 1 and lists[0] == list(range(first, first + count))
+    rows_each = len(members[0].token_ids)
+    return Group(
+        rows=rows,
+        positions=positions.view(-1, 1 if deterministic else rows_each),
+        pages=torch.tensor(lists, dtype=torch.int64, device=positions.device),
+        num_keys=num_keys,
+        first_page=first if adjacent else None,
+        sees_all=len(members) == 1 and rows_each == 1 and not deterministic,
+    )
 
 
 def _group_key(index: int, segment: Segment, deterministic: bool) -> tuple[int, ...]:

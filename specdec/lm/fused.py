@@ -26,6 +26,12 @@ def can_fuse(model: PreTrainedModel) -> bool:
     return (
         model.config.model_type in MODEL_TYPES
         and model.config.hidden_act == "silu"
+        # Quantised layers are of other types: their weights are no matrices to put side by side.
+        and all(
+            type(module) is nn.Linear
+            for name, module in model.named_modules()
+            if name.endswith(("_proj", "lm_head"))
+        )
         and all(
             not isinstance(parameter, torch.distributed.tensor.DTensor)
             for parameter in model.parameters()

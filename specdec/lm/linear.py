@@ -16,23 +16,33 @@ class Linear:
     """
 
     def __init__(self, modules: Sequence[nn.Linear], num_outputs: int | None = None) -> None:
-        """
+        """Takes over the modules' weights; a module whose weight was copied is left without it.
+
         Args:
             modules: of the same input size, device and dtype.
             num_outputs: leaves out what follows so many outputs.
         """
+        weight: torch.Tensor = modules[0].weight
+        bias: torch.Tensor | None = modules[0].bias
         with torch.inference_mode():
-            weight = torch.cat([module.weight[:] for module in modules])[:num_outputs]
-            biases = [
-                module.weight.new_zeros(module.out_features) if module.bias is None else module.bias
-                for module in modules
-            ]
-            has_bias = any(module.bias is not None for module in modules)
-            self._bias = torch.cat(biases)[:num_outputs].contiguous() if has_bias else None
-            self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-            self._weight = weight.contiguous()
+            if len(modules) > 1:
+                weight = _joined([module.weight for module in modules])
+                if any(module.bias is not None for module in modules):
+                    bias = _joined([_bias_of(module) for module in modules])
+            self._weight = weight[:num_outputs]
+            self._bias = None if bias is None else bias[:num_outputs]
+            self._packed = (
+                weight.device.type == "cpu"
+                and weight.dtype == torch.bfloat16
+                and torch.backends.mkldnn.is_available()
+                and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            )
             if self._packed:
-                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight)
+                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous())
+        if len(modules) > 1:
+            # Without this a model would need twice its memory while it is taken over.
+            for module in modules:
+                module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs] to [T, outputs]."""
@@ -46,3 +56,11 @@ class Linear:
     def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual + x Wᵀ + b, in one pass over the result where the device can."""
         return residual.add_(self(x))
+
+
+def _bias_of(module: nn.Linear) -> torch.Tensor:
+    return module.weight.new_zeros(module.out_features) if module.bias is None else module.bias
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(tensors))

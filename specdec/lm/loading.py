@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from specdec.lm.architecture import (
@@ -25,6 +26,7 @@ from specdec.lm.architecture import (
 )
 from specdec.lm.model import CausalLM
 from specdec.lm.settings import DType
+from specdec.lm.tensor_parallel import LeadingLM, Team, check_plan, rank
 from specdec.lm.tokenizer import TokenizerData
 
 
@@ -45,6 +47,7 @@ def load(
     keep_layers: Sequence[int] | None = None,
     max_context_length: int | None = None,
     deterministic: bool = False,
+    team: Team | None = None,
 ) -> LoadedModel:
     """Loads a model for inference.
 
@@ -57,34 +60,25 @@ def load(
             from its own target in this way.
         max_context_length: a limit below the model's own, or None.
         deterministic: whether a row's logits must not depend on the other rows of a pass.
+        team: loads a shard of the model, as all processes of the team do; on its own device.
 
     Raises:
         ModelLoadError: the files are missing or broken, the architecture is not supported, or the
             tokenizer does not fit.
     """
     _silence_transformers()
-    where: dict[str, Any] = {"pretrained_model_name_or_path": model_id}
-    path = Path(model_id).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelLoadError(f"there is no file {model_id!r}: check the path")
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif path.exists():
-        if not (path / "config.json").is_file():
-            raise ModelLoadError(
-                f"{model_id!r} has no config.json: give a model folder, a GGUF file or a hub id"
-            )
-        where = {"pretrained_model_name_or_path": str(path)}
-    elif path.is_absolute() or model_id.startswith((".", "~")) or model_id.count("/") > 1:
-        raise ModelLoadError(f"there is no file or folder {model_id!r}: check the path")
-
-    target_device = _device(device)
+    where = _source(model_id)
+    target_device = _device(device) if team is None else team.device
     try:
         config = AutoConfig.from_pretrained(**where)
         check_architecture(config)
+        sharding: dict[str, Any] = {}
+        if team is not None:
+            check_plan(config, team.size)
+            sharding["distributed_config"] = DistributedConfig(tp_plan="auto")
         raw_tokenizer = AutoTokenizer.from_pretrained(**where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=_dtype(dtype, target_device), output_loading_info=True
+            **where, **sharding, dtype=_dtype(dtype, target_device), output_loading_info=True
         )
     except ModelLoadError:
         raise
@@ -99,7 +93,8 @@ def load(
     check_weights(model_id, raw_model, report)
     if keep_layers is not None:
         _keep_layers(raw_model, keep_layers)
-    raw_model.to(device=target_device)  # type: ignore[call-arg]
+    if team is None:
+        raw_model.to(device=target_device)  # type: ignore[call-arg]
     raw_model.eval()
 
     if not isinstance(raw_tokenizer, PreTrainedTokenizerFast):
@@ -117,12 +112,32 @@ def load(
         raise ModelLoadError(f"{model_id!r} states no context length: give --max-context-length")
     eos_token_ids = _eos_token_ids(raw_model, raw_tokenizer.eos_token_id)
     model = runnable(raw_model, tokenizer.effective_vocab_size, deterministic=deterministic)
+    if team is not None and rank() == 0:
+        model = LeadingLM(model, team)
     return LoadedModel(
         model,
         tokenizer,
         eos_token_ids,
         min(limits),
     )
+
+
+def _source(model_id: str) -> dict[str, Any]:
+    """How transformers is told where the files are."""
+    path = Path(model_id).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {model_id!r}: check the path")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(
+                f"{model_id!r} has no config.json: give a model folder, a GGUF file or a hub id"
+            )
+        return {"pretrained_model_name_or_path": str(path)}
+    if path.is_absolute() or model_id.startswith((".", "~")) or model_id.count("/") > 1:
+        raise ModelLoadError(f"there is no file or folder {model_id!r}: check the path")
+    return {"pretrained_model_name_or_path": model_id}
 
 
 def _silence_transformers() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec.lm.attention import KVStore, attend
-from specdec.lm.batch import Batch, Segment
+from specdec.lm.batch import Batch, Segment, pack
 from specdec.lm.fused import FusedDecoder, can_fuse
+from specdec.lm.graphs import PassGraphs, Record, record_cuda_graph
 
 _INTERFACE = "specdec_paged"
 FIXED_ROWS = 32
@@ -64,6 +65,7 @@ class _Probe(Cache):
         super().__init__(layers=[])
         self.shapes: dict[int, tuple[int, int]] = {}
         self.windows: list[int | None] = []
+        self.keys: torch.Tensor | None = None
 
     def update(
         self,
@@ -75,6 +77,7 @@ class _Probe(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(key_states.shape[-1], value_states.shape[-1])
         self.shapes[layer_idx] = (key_states.shape[1], size)
+        self.keys = key_states
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -88,7 +91,7 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedCache | _Probe,
+    paged: PagedCache | _Probe | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -96,16 +99,21 @@ def _paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: queries [1, heads, T, D] to [1, T, heads, value size]."""
+    if paged is None:
+        raise NotImplementedError("attention that is not told of the cache")
     if attention_mask is not None or s_aux is not None:
         raise NotImplementedError("attention with position biases or sinks")
     rows = query[0].transpose(0, 1)
     if isinstance(paged, _Probe):
+        if key is not paged.keys:
+            raise NotImplementedError("attention to other keys than those that it stores")
         paged.windows.append(sliding_window)
         return rows.new_zeros(1, *rows.shape[:2], value.shape[-1]), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = _padded(rows, key.shape[-1])
     output = attend(rows, key, paged.batch, scaling, sliding_window, softcap)
-    return output[..., : value.shape[-1]].unsqueeze(0), None
+    # Contiguous, as of transformers' own implementations: some architectures only view it.
+    return output[..., : value.shape[-1]].unsqueeze(0).contiguous(), None
 
 
 AttentionInterface.register(_INTERFACE, _paged_attention)
@@ -144,6 +152,7 @@ class CausalLM:
             self._model = None
         self.bytes_per_page = KVStore.bytes_per_page(self._layers, self.dtype)
         self._store = KVStore(self._layers, 0, self.dtype, self.device)
+        self._graphs: PassGraphs | None = None
 
     @torch.inference_mode()
     def _probe(self, model: PreTrainedModel) -> _Probe:
@@ -162,6 +171,8 @@ class CausalLM:
         types = getattr(config, "layer_types", None) or []
         if not len(probe.shapes) == len(probe.windows) == config.num_hidden_layers:
             raise NotImplementedError("layers that share keys and values")
+        if not types and getattr(config, "sliding_window", None):
+            types = ["sliding_attention"] * len(probe.windows)
         for kind, window in zip(types, probe.windows, strict=False):
             if kind == "sliding_attention" and window is None:
                 raise NotImplementedError("a sliding window that only the mask knows")
@@ -170,6 +181,27 @@ class CausalLM:
     def allocate(self, num_pages: int) -> None:
         """Makes room for so many pages; what was stored before is gone."""
         self._store = KVStore(self._layers, num_pages, self.dtype, self.device)
+        self._graphs = None
+
+    @torch.inference_mode()
+    def record_graphs(
+        self,
+        num_pages: int,
+        record: Record = record_cuda_graph,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Records the passes that recur, if this model can be recorded. To be called once there is
+        room for `num_pages`; `PassGraphs` has the arguments."""
+        fused = self._fused
+        if fused is not None and self.fixed_rows is None:
+            self._graphs = PassGraphs(
+                lambda batch: fused(self._store, batch, batch.logit_rows),
+                scratch_page=num_pages + 1,
+                device=self.device,
+                max_pages=num_pages,
+                record=record,
+                progress=progress,
+            )
 
     def clear(self, pages: list[int]) -> None:
         """Overwrites pages that may hold what is no number."""
@@ -187,8 +219,12 @@ class CausalLM:
             [M, effective_vocab_size] in the model's dtype, M the sum of the segments' num_logits:
             the logits that follow the last num_logits tokens of each.
         """
+        if self._graphs is not None:
+            logits = self._graphs.run(segments)
+            if logits is not None:
+                return logits
         deterministic = self.fixed_rows is not None
-        batch = Batch(segments, self.device, num_rows=self.fixed_rows, deterministic=deterministic)
+        batch = pack(segments, self.device, num_rows=self.fixed_rows, deterministic=deterministic)
         rows = batch.logit_rows
         count = len(rows)
         if count == 0:

@@ -56,13 +56,16 @@ class PrefixCache:
         """The same pages, without references to them and without counting as a use."""
         return [node.page for node in self._walk(tokens, salt)]
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: str) -> list[int]:
         """Adds a prefix. Of what is known already, the pages that it has are kept.
 
         Args:
             tokens: the prefix; what does not fill a page is left out.
             pages: that hold its keys and values.
             salt: sequences under different salts share nothing.
+
+        Returns:
+            The pages that hold the prefix in the cache, without references to them.
         """
         node = self._roots.setdefault(salt, _Node(None, (), 0))
         path = []
@@ -76,6 +79,7 @@ class PrefixCache:
             node = child
         self._touch(path)
         self._drop_root_if_empty(salt)
+        return [node.page for node in path]
 
     def evict(self, count: int) -> int:
         """Frees up to `count` pages that nobody else holds, the least recently used first.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -51,6 +52,12 @@ class Rows:
     forbidden: torch.Tensor | None = None
     """bool [R, V]: the tokens that must not be sampled."""
 
+    def part(self, begin: int, end: int) -> Rows:
+        """Those from `begin` up to `end`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts: dict[str, Any] = {k: None if v is None else v[begin:end] for k, v in values.items()}
+        return Rows(**parts)
+
 
 _NEUTRAL = {"bias": torch.float64, "seen": torch.bool, "counts": torch.float64}
 
@@ -87,6 +94,16 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         float64 [R, V]. `softmax` of it is the distribution p (or q) of the acceptance rules. A
         row in which everything is forbidden is NaN.
     """
+    if logits.device.type != "cpu" or len(logits) == 1:
+        return _process(logits, rows)
+    # One row at a time stays in the cache, and takes a fraction of the time of all together.
+    scores = torch.empty(logits.shape, dtype=torch.float64)
+    for row in range(len(logits)):
+        scores[row] = _process(logits[row : row + 1], rows.part(row, row + 1))[0]
+    return scores
+
+
+def _process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     scores = logits.to(torch.float64)
     if rows.bias is not None:
         scores = scores + rows.bias

@@ -19,9 +19,10 @@ from specdec.lm.history import History
 from specdec.lm.loading import LoadedModel
 from specdec.lm.logprobs import token_logprobs
 from specdec.lm.pages import PAGE_SIZE
-from specdec.lm.scheduler import Prefill, Scheduler
+from specdec.lm.scheduler import Scheduler
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.thread import ModelThread
+from specdec.lm.work import Prefill
 from specdec.logs import request_id_of
 from specdec.sessions import PROTOCOL_VERSION, SessionContract, SessionState
 from specdec.v1 import common_pb2
@@ -106,8 +107,15 @@ class ModelRuntime:
                 session_id=session_id, request_id=request_id_of(context)
             )
             contract = SessionContract(opening, self.info)
-            (sequence, history), _ = await self.thread.run(self._begin, opening)
+            sequence = CachedSequence(
+                self.scheduler.pool,
+                [*opening.prompt_token_ids, *opening.committed_token_ids],
+                salt=opening.prefix_cache.salt,
+                shared=not opening.prefix_cache.bypass,
+            )
             try:
+                # If this is cancelled, it is run all the same: the session is to be closed then.
+                history, _ = await self.thread.run(self._begin, opening, sequence)
                 opened = await self._prefill(opening, sequence)
                 contract.state = SessionState.READY
                 session = Session(opening, contract, sequence, history, opened)
@@ -133,8 +141,9 @@ class ModelRuntime:
                 seconds=round(time.monotonic() - begun, 3),
             )
 
-    def _begin(self, opening: common_pb2.Open) -> tuple[CachedSequence, History]:
-        """A session's sequence, with what others have computed of it already, and its history."""
+    def _begin(self, opening: common_pb2.Open, sequence: CachedSequence) -> History:
+        """Begins a session. Returns its history."""
+        self.scheduler.open(sequence)
         grammar = None
         if opening.sampling.HasField("grammar"):
             try:
@@ -152,12 +161,7 @@ class ModelRuntime:
             grammar,
         )
         history.commit(opening.committed_token_ids)
-        sequence = self.scheduler.open(
-            [*opening.prompt_token_ids, *opening.committed_token_ids],
-            salt=opening.prefix_cache.salt,
-            shared=not opening.prefix_cache.bypass,
-        )
-        return sequence, history
+        return history
 
     async def _prefill(
         self, opening: common_pb2.Open, sequence: CachedSequence
@@ -171,7 +175,7 @@ class ModelRuntime:
             found, timings = await self.thread.work(prefill)
             opened.prompt_logprobs.extend(found)
             opened.timings.CopyFrom(timings)
-            opened.cached_tokens = sequence.reused_length or 0
+            opened.cached_tokens = sequence.reused_length
         return opened
 
 

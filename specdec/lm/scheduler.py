@@ -2,112 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-
-from specdec.lm.batch import Segment
 from specdec.lm.model import CausalLM
+from specdec.lm.pace import Paces
 from specdec.lm.pages import PAGE_SIZE, PagePool, pages_for
 from specdec.lm.prefix_cache import PrefixCache
 from specdec.lm.sequence import CachedSequence
-from specdec.v1 import common_pb2
+from specdec.lm.work import Prefill, Work, failing
 
-
-class Work(ABC):
-    """What a session wants of the model: pending tokens fed, and what follows from the logits.
-
-    It lives for one or several passes, until `result` or `error` is set.
-    """
-
-    num_logits = 1
-    """For how many of the last pending tokens logits are wanted."""
-    max_rows: int | None = None
-    """How many rows it may have in one pass; None for no limit of its own."""
-
-    def __init__(self, sequence: CachedSequence) -> None:
-        self.sequence = sequence
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.done = False
-        self.ended: Callable[[], None] = lambda: None
-        self.begun: float | None = None
-        """When its first rows went into a pass, by time.monotonic()."""
-        self.compute_seconds = 0.0
-        """How long the passes took that it had rows in."""
-        self.logits: list[torch.Tensor] = []
-        """Of the rows that were fed so far and are wanted: [rows, effective vocabulary] each."""
-
-    @property
-    def end(self) -> int:
-        """How many tokens of the sequence it wants to be cached."""
-        return len(self.sequence.tokens)
-
-    def start(self) -> None:  # noqa: B027 (most kinds have nothing to do)
-        """Called once, on the model thread, before its first pass."""
-
-    def take(self, logits: torch.Tensor) -> None:
-        """Receives the logits of one pass."""
-        self.logits.append(logits)
-
-    def restart(self) -> None:
-        """Forgets what it received: its sequence lost its pages, and all is fed again."""
-        self.logits.clear()
-
-    def collect(self) -> torch.Tensor:
-        """[num_logits, effective vocabulary]: what it received, which is then forgotten."""
-        logits = self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits)
-        self.logits = []
-        return logits
-
-    def finish(self, result: Any) -> None:
-        """Ends the work."""
-        self.result, self.done = result, True
-
-    def fail(self, error: Exception) -> None:
-        """Ends the work without a result."""
-        self.error, self.done = error, True
-
-    @classmethod
-    @abstractmethod
-    def consume(cls, works: Sequence[Any]) -> None:
-        """Goes on with works of this class that were fed to their end.
-
-        Each then has all of its logits. It is finished, failed, or has new tokens pending.
-        """
-
-
-@contextmanager
-def failing(work: Work) -> Iterator[None]:
-    """An error in the block ends this work, and no other."""
-    try:
-        yield
-    except Exception as error:
-        work.fail(error)
-
-
-class Prefill(Work):
-    """Feeds a sequence up to its last token."""
-
-    num_logits = 0
-
-    def __init__(self, sequence: CachedSequence) -> None:
-        super().__init__(sequence)
-        self.found: list[common_pb2.TokenLogprobs] = []
-        """The log-probabilities of the tokens that were fed, if it is of a kind that keeps them."""
-
-    @property
-    def end(self) -> int:
-        return len(self.sequence.tokens) - 1
-
-    @classmethod
-    def consume(cls, works: Sequence[Prefill]) -> None:
-        for work in works:
-            work.finish(work.found)
+IDLE_SECONDS = 1.0
+"""A session without work for so long yields its pages to whoever needs them."""
 
 
 class Scheduler:
@@ -130,23 +37,23 @@ class Scheduler:
         """Of the open sessions, the oldest first."""
         self._works: list[Work] = []
         """In the order of their arrival."""
+        self._paces = Paces()
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any work has not ended."""
         return bool(self._works)
 
-    def open(self, token_ids: Sequence[int], *, salt: str, shared: bool) -> CachedSequence:
-        """A new session's sequence; see `CachedSequence`."""
-        sequence = CachedSequence(self.pool, token_ids, salt=salt, shared=shared)
+    def open(self, sequence: CachedSequence) -> None:
+        """Begins a session, the youngest so far. Its sequence must be of this scheduler's pool."""
         self._sequences.append(sequence)
-        return sequence
 
     def close(self, sequence: CachedSequence) -> None:
         """Ends a session: its work is dropped, its pages go to the prefix cache or the pool."""
         self._works = [work for work in self._works if work.sequence is not sequence]
         self._sequences.remove(sequence)
+        self._paces.closed(sequence)
         self._release(sequence)
 
     def add(self, work: Work, ended: Callable[[], None]) -> None:
@@ -155,12 +62,25 @@ class Scheduler:
         `ended` is called when it has ended, unless its session is closed first.
         """
         work.ended = ended
+        work.sequence.idle_since = math.inf
+        self._paces.returned(work.sequence)
         with failing(work):
             work.start()
         self._works.append(work)
 
-    def step(self) -> None:
-        """Runs one pass, if there is work."""
+    def wait_seconds(self) -> float:
+        """How long the next pass should wait for sessions that are about to join it."""
+        if any(work.begun is not None or work.done for work in self._works):
+            return 0.0
+        return self._paces.wait_seconds()
+
+    def step(self) -> bool:
+        """Runs one pass, if there is work.
+
+        Returns:
+            Whether anything was done. If not, all works wait for pages of sessions that are idle:
+            the next call, or IDLE_SECONDS, may change that.
+        """
         chosen = self._choose()
         if chosen:
             begun = time.monotonic()
@@ -172,7 +92,8 @@ class Scheduler:
             seconds = time.monotonic() - begun
             for work in fed:
                 work.compute_seconds += seconds
-        self._dismiss()
+            self._paces.passed(seconds)
+        return self._dismiss() or bool(chosen)
 
     def fail_all(self, error: Exception) -> None:
         """Ends all works with an error that is nobody's own."""
@@ -180,12 +101,16 @@ class Scheduler:
             work.fail(error)
         self._dismiss()
 
-    def _dismiss(self) -> None:
+    def _dismiss(self) -> bool:
+        """Lets go of the works that have ended. Returns whether there were any."""
         ended = [work for work in self._works if work.done]
         if ended:
             self._works = [work for work in self._works if not work.done]
         for work in ended:
+            self._paces.left(work.sequence)
+            work.sequence.idle_since = time.monotonic()
             work.ended()
+        return bool(ended)
 
     def check_integrity(self) -> None:
         """Compares the pool's books with all who hold pages.
@@ -202,19 +127,20 @@ class Scheduler:
     def _choose(self) -> list[tuple[Work, int]]:
         """Works with the number of rows that each feeds in the next pass."""
         works = [work for work in self._works if not work.done]
-        prefills = [work for work in works if isinstance(work, Prefill)]
-        others = [work for work in works if not isinstance(work, Prefill)]
-        chosen: list[tuple[Work, int]] = []
         share = self.max_rows // 4
+        prefills = [work for work in works if _is_prefill(work, share)]
+        others = [work for work in works if not _is_prefill(work, share)]
+        chosen: list[tuple[Work, int]] = []
         budget = self.max_rows - (share if prefills else 0)
         for work in others:
             budget -= self._admit(work, budget, chosen)
         budget = share if chosen else self.max_rows
         started: list[CachedSequence] = []
         for work in prefills:
-            if self._waits_for(work.sequence, started):
-                continue
-            started.append(work.sequence)
+            if isinstance(work, Prefill):
+                if self._waits_for(work.sequence, started):
+                    continue
+                started.append(work.sequence)
             budget -= self._admit(work, budget, chosen)
         return chosen
 
@@ -226,13 +152,14 @@ class Scheduler:
         if sequence.shared and not sequence.pages:
             limit = work.end - work.num_logits
             sequence.adopt(self.prefixes.match(sequence.tokens[:limit], sequence.salt))
-        missing = work.end - sequence.cached_length
-        if missing == 0:
+            if work.begun is None:
+                sequence.reused_length = sequence.cached_length
+        if work.missing == 0:
             work.consume([work])
             return 0
-        count = min(missing, budget, work.max_rows or missing)
+        count = min(work.missing, budget, work.max_rows or budget)
         needed = pages_for(sequence.cached_length + count) - len(sequence.pages)
-        if needed and not self._make_room(needed, sequence, {id(w.sequence) for w, _ in chosen}):
+        if needed and not self._make_room(needed, work, {id(w.sequence) for w, _ in chosen}):
             return 0
         after = sequence.pages[-1] if sequence.pages else None
         fresh = self.pool.allocate(needed, after)
@@ -255,24 +182,46 @@ class Scheduler:
             for other in started
         )
 
-    def _make_room(self, needed: int, sequence: CachedSequence, busy: set[int]) -> bool:
-        """Frees pages for a sequence: from the prefix cache, then from the youngest sessions."""
+    def _make_room(self, needed: int, work: Work, busy: set[int]) -> bool:
+        """Frees pages for a work: from the prefix cache, then from other sessions.
+
+        If all of these are not enough for it to come to its end, none is freed: it would only keep
+        others waiting.
+        """
+        sequence = work.sequence
+        total = pages_for(work.end) - len(sequence.pages)
+        if total <= self.pool.num_free:
+            return True
+        victims, kept = self._victims(sequence, busy)
+        if total > self.pool.num_pages - len(kept):
+            return False
         while self.pool.num_free < needed:
-            if self.prefixes.evict(needed - self.pool.num_free):
-                continue
-            victim = self._youngest_after(sequence, busy)
-            if victim is None:
-                return False
-            self._preempt(victim)
+            if not self.prefixes.evict(needed - self.pool.num_free):
+                self._preempt(victims.pop())
         return True
 
-    def _youngest_after(self, sequence: CachedSequence, busy: set[int]) -> CachedSequence | None:
-        for other in reversed(self._sequences):
-            if other is sequence:
-                return None
-            if other.pages and id(other) not in busy:
-                return other
-        return None
+    def _victims(
+        self, sequence: CachedSequence, busy: set[int]
+    ) -> tuple[list[CachedSequence], set[int]]:
+        """Whose pages a sequence may have, the first to lose theirs last; and the pages of others.
+
+        These are the younger sessions, the youngest of them first, but before them sessions of any
+        age that rest: they may wait for just this one, or for a client that does not read.
+        """
+        younger: list[CachedSequence] = []
+        resting: list[CachedSequence] = []
+        kept: set[int] = set()
+        latest = time.monotonic() - IDLE_SECONDS
+        is_younger = False
+        for other in self._sequences:
+            if id(other) not in busy and other.idle_since < latest:
+                resting.append(other)
+            elif id(other) not in busy and is_younger:
+                younger.append(other)
+            else:
+                kept.update(other.pages)
+            is_younger = is_younger or other is sequence
+        return [each for each in (*younger, *resting) if each.pages], kept
 
     def _preempt(self, victim: CachedSequence) -> None:
         """Takes a session's pages. Its tokens stay, and are fed again when their turn comes."""
@@ -289,14 +238,18 @@ class Scheduler:
     def _publish(self, sequence: CachedSequence) -> None:
         if sequence.shared:
             length = sequence.stable_length
-            self.prefixes.insert(sequence.tokens[:length], sequence.pages, sequence.salt)
+            known = self.prefixes.insert(sequence.tokens[:length], sequence.pages, sequence.salt)
+            # Who holds a page in the cache holds all that it continues: whatever no session holds
+            # can then be evicted.
+            sequence.replace(known)
 
     # The pass.
 
     def _run(self, chosen: Sequence[tuple[Work, int]]) -> None:
         """Feeds the chosen rows. If the pass fails, each work runs alone, and fails alone."""
+        segments = [work.segment(count) for work, count in chosen]
         try:
-            logits = self._model.forward([_segment(work, count) for work, count in chosen])
+            logits = self._model.forward(segments)
         except Exception as error:
             if len(chosen) == 1:
                 chosen[0][0].fail(error)
@@ -304,13 +257,11 @@ class Scheduler:
                 for one in chosen:
                     self._run([one])
             return
-        row = 0
-        for work, count in chosen:
-            wanted = _num_logits(work, count)
+        parts = logits.split([segment.num_logits for segment in segments])
+        for (work, count), part in zip(chosen, parts, strict=True):
             work.sequence.cached_length += count
             with failing(work):
-                work.take(logits[row : row + wanted])
-            row += wanted
+                work.take(part)
 
     def _consume(self, works: Sequence[Work]) -> None:
         """Goes on with works that were fed to their end, all of a class together."""
@@ -326,15 +277,6 @@ class Scheduler:
                     work.fail(error)
 
 
-def _segment(work: Work, count: int) -> Segment:
-    sequence = work.sequence
-    start = sequence.cached_length
-    return Segment(
-        sequence.tokens[start : start + count], start, sequence.pages, _num_logits(work, count)
-    )
-
-
-def _num_logits(work: Work, count: int) -> int:
-    """How many of the next `count` rows are among the last `num_logits` pending ones."""
-    behind = work.end - work.sequence.cached_length - count
-    return max(0, min(count, work.num_logits - behind))
+def _is_prefill(work: Work, share: int) -> bool:
+    """Whether it feeds context above all: that of a new session, or of one that was preempted."""
+    return isinstance(work, Prefill) or work.missing - work.num_logits > share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from specdec.lm.pages import PAGE_SIZE, PagePool, pages_for
@@ -30,8 +31,10 @@ class CachedSequence:
         self.cached_length = 0
         self.committed_length = len(self.tokens)
         """The tokens from here on are drafts."""
-        self.reused_length: int | None = None
-        """How many tokens it found cached when it began; None until then."""
+        self.reused_length = 0
+        """How many tokens it found cached when its latest work began, if nothing was until then."""
+        self.idle_since = math.inf
+        """When its last work ended, by time.monotonic(); infinite while it has work."""
         self.salt = salt
         self.shared = shared
 
@@ -59,8 +62,12 @@ class CachedSequence:
         assert not self.pages
         self.pages = pages
         self.cached_length = len(pages) * PAGE_SIZE
-        if self.reused_length is None:
-            self.reused_length = self.cached_length
+
+    def replace(self, pages: list[int]) -> None:
+        """Holds these pages in place of as many at its beginning, which hold the same."""
+        self._pool.retain(pages)
+        self._pool.release(self.pages[: len(pages)])
+        self.pages[: len(pages)] = pages
 
     def truncate(self, length: int) -> None:
         """Gives back the pages behind the first `length` tokens."""

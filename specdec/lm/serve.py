@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import grpc
 import structlog
 
 from specdec.lm.architecture import ModelLoadError
-from specdec.lm.loading import load
+from specdec.lm.loading import LoadedModel, load
 from specdec.lm.memory import pages_within
 from specdec.lm.pages import PAGE_SIZE
 from specdec.lm.runtime import ModelRuntime
 from specdec.lm.settings import ModelServiceSettings
-from specdec.lm.thread import ModelThread
+from specdec.lm.tensor_parallel import Team, join, rank
+from specdec.lm.thread import ModelThread, Timed
 from specdec.models.cache import default_target_path, is_pulled
 from specdec.services import Service
 from specdec.serving import StartError, listening
@@ -44,18 +46,28 @@ async def serve(
     """
     model_id = settings.model or embedded_default()
     thread = ModelThread(settings.num_threads)
+
+    async def load_model() -> tuple[Timed[LoadedModel], Team | None]:
+        team = (await thread.run(join, settings.device)).value
+        loaded = await thread.run(
+            load,
+            model_id,
+            device=settings.device,
+            dtype=settings.dtype,
+            keep_layers=keep_layers,
+            max_context_length=settings.max_context_length,
+            deterministic=settings.deterministic,
+            team=team,
+        )
+        return loaded, team
+
     try:
+        if rank() > 0:
+            await _follow(thread, *(await load_model()))
+            return
         async with listening(settings, service, register) as (port, health):
             _log.info("loading", model=model_id, address=f"{settings.host}:{port}")
-            loaded, timings = await thread.run(
-                load,
-                model_id,
-                device=settings.device,
-                dtype=settings.dtype,
-                keep_layers=keep_layers,
-                max_context_length=settings.max_context_length,
-                deterministic=settings.deterministic,
-            )
+            (loaded, timings), team = await load_model()
             num_pages = pages_within(settings.kv_memory, loaded)
             servicer.runtime = ModelRuntime(
                 loaded,
@@ -65,6 +77,12 @@ async def serve(
                 max_num_draft_tokens=settings.max_num_draft_tokens,
                 max_rows=settings.max_rows,
             )
+            if loaded.model.device.type == "cuda":
+                await thread.run(
+                    loaded.model.record_graphs,
+                    num_pages,
+                    progress=lambda done, total: _log.info("recording", done=done, total=total),
+                )
             await health.set(True)
             _log.info(
                 "KV cache",
@@ -81,11 +99,23 @@ async def serve(
                 seconds=round(timings.compute_us / 1e6, 1),
                 tokenizer_sha256=loaded.tokenizer.table_sha256,
             )
-            await asyncio.Event().wait()
+            await (asyncio.Event().wait() if team is None else team.end())
     except ModelLoadError as error:
         raise StartError(str(error)) from error
     finally:
         thread.close()
+
+
+async def _follow(thread: ModelThread, loaded: Timed[LoadedModel], team: Team | None) -> None:
+    """Runs a shard for the process that serves, until that one ends."""
+    assert team is not None
+    _log.info("following", rank=rank(), device=str(loaded.value.model.device))
+    thread.post(partial(team.follow, loaded.value.model))
+    try:
+        await team.end()
+    except asyncio.CancelledError:
+        # The signal goes to all processes, and the sessions that are ending need this one.
+        await team.end()
 
 
 def embedded_default() -> str:

@@ -12,7 +12,8 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import structlog
 import torch
 
-from specdec.lm.scheduler import Scheduler, Work
+from specdec.lm.scheduler import IDLE_SECONDS, Scheduler
+from specdec.lm.work import Work
 from specdec.v1 import common_pb2
 
 P = ParamSpec("P")
@@ -118,22 +119,25 @@ class ModelThread:
     def _main(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
+        wait: float | None = None
         while not self._closed:
-            self._run_calls()
-            if self._scheduler is not None and self._scheduler.has_work and not self._closed:
-                self._step(self._scheduler)
+            self._run_calls(wait)
+            wait = None
+            if self._scheduler is not None and not self._closed:
+                wait = self._scheduler.wait_seconds()
+                if wait == 0.0:
+                    wait = self._step(self._scheduler)
 
-    def _run_calls(self) -> None:
-        """Runs what has arrived; waits for something if there is nothing else to do."""
-        idle = self._scheduler is None or not self._scheduler.has_work
+    def _run_calls(self, wait: float | None) -> None:
+        """Runs what has arrived. Waits so many seconds for the first call; None is for ever."""
         while not self._closed:
             try:
-                call = self._calls.get(block=idle)
+                call = self._calls.get(wait != 0.0, wait)
             except queue.Empty:
                 return
             if call is not None:
                 self._run(call)
-            idle = False
+            wait = 0.0
 
     def _run(self, call: _Call) -> None:
         try:
@@ -145,12 +149,16 @@ class ModelThread:
         elif error is not None:
             _log.error("model thread", exc_info=error)
 
-    def _step(self, scheduler: Scheduler) -> None:
+    def _step(self, scheduler: Scheduler) -> float | None:
+        """Runs a pass. Returns how long to wait for a call before the next; None is for ever."""
         try:
-            scheduler.step()
+            if scheduler.step():
+                return 0.0
         except Exception as error:
             _log.exception("pass failed")
             scheduler.fail_all(error)
+        # Works that wait for pages are looked at again without a call, too.
+        return IDLE_SECONDS if scheduler.has_work else None
 
 
 def _timings(queue_seconds: float, compute_seconds: float) -> common_pb2.Timings:

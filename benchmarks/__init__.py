@@ -1,0 +1,1 @@
+"""Benchmarks, to be run from the repository: `python -m benchmarks.NAME --help`."""

@@ -1,0 +1,1 @@
+"""Load tests of a gateway, measured from the client's side. Free of torch."""

@@ -1,0 +1,239 @@
+"""`specdec bench`: a load test of a gateway, with and without speculation."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+
+from specdec.bench import plots, prompts, report
+from specdec.bench.sweep import MODES, PLAIN, Measurement, Plan, Workload, sweep, warm_up
+from specdec.cli import foreground, pair
+from specdec.cli.bench_tables import Display, show
+from specdec.cli.client import explain, open_channel
+from specdec.cli.generate import Rule
+from specdec.cli.supervisor import ServiceDied, running
+from specdec.cli.terminal import fail, stderr, stdout, tell
+from specdec.models.cache import default_target_path, is_pulled
+from specdec.v1 import common_pb2
+
+_MOST_CLIENTS = 1024
+
+
+def bench(
+    address: Annotated[
+        str | None,
+        typer.Option(help="host:port of a running gateway. [starts the services itself]"),
+    ] = None,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Allow an --address of another machine.")
+    ] = False,
+    concurrency: Annotated[
+        str, typer.Option(help="Numbers of clients at once, separated by commas.")
+    ] = "1,2,4,8,16,32",
+    modes: Annotated[
+        str, typer.Option(help="plain, speculative, or both, separated by commas.")
+    ] = ",".join(MODES),
+    repeats: Annotated[
+        int, typer.Option(min=1, max=100, help="Measure everything so often, for medians.")
+    ] = 3,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of a measurement. [2 for each client, at least 4]"),
+    ] = None,
+    duration: Annotated[
+        float,
+        typer.Option(min=0.1, max=3600, help="Seconds after which a measurement sends no more."),
+    ] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds after which a request has failed.")
+    ] = 120.0,
+    kinds: Annotated[str, typer.Option(help="Kinds of prompts, separated by commas.")] = ",".join(
+        prompts.KINDS
+    ),
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=4096, help="Most tokens of a request.")
+    ] = 64,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens in any case.")
+    ] = False,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option("-k", "--num-draft-tokens", min=1, help="Drafted tokens a round."),
+    ] = None,
+    rule: Annotated[
+        Rule | None, typer.Option(help="The acceptance rule; the server's default if left out.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling and of the prompts' order.")] = 0,
+    target: Annotated[
+        str | None, typer.Option(help="As of `specdec up`, for the services that it starts.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Likewise.")] = None,
+    dtype: Annotated[str, typer.Option(help="Likewise.")] = "auto",
+    num_threads: Annotated[
+        int | None, typer.Option(min=1, help="Cores for each model. [half; all if only plain]")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw the results as PNG files.")
+    ] = None,
+) -> None:
+    """Measure speed under load, with and without speculation.
+
+    The table goes to standard output, progress to standard error.
+    """
+    settings = {
+        **{"address": address, "target": target, "draft": draft, "dtype": dtype},
+        **{"num_threads": num_threads, "concurrency": concurrency, "modes": modes},
+        **{"repeats": repeats, "requests": requests, "duration": duration, "timeout": timeout},
+        **{"kinds": kinds, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos},
+        **{"num_draft_tokens": num_draft_tokens, "rule": rule, "seed": seed},
+        "temperature": temperature,
+    }
+    if target is None and draft is not None:
+        raise typer.BadParameter("name the --target that it is for", param_hint="--draft")
+    chosen = _choices(modes, MODES, "--modes")
+    try:
+        plan = Plan(
+            prompts=prompts.mixed(_choices(kinds, prompts.KINDS, "--kinds"), seed),
+            concurrency=_numbers(concurrency),
+            modes=chosen,
+            repeats=repeats,
+            requests=requests,
+            duration=duration,
+            timeout=timeout,
+            workload=Workload(
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                num_draft_tokens=num_draft_tokens,
+                acceptance_rule=_rule(rule),
+                ignore_eos=ignore_eos,
+            ),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--concurrency") from None
+    if address is not None and not remote and not _is_loopback(address):
+        fail(f"{address} is not on this machine: add --remote if it may be put under load")
+    if plot is not None and (advice := plots.missing()):
+        fail(advice)
+    if json_file is not None and not json_file.parent.is_dir():
+        fail(f"there is no folder {json_file.parent} for --json")
+    services = _services(address, target, draft, dtype, num_threads, chosen, stderr())
+    results: list[Measurement] = []
+    exit_code = _run(services, plan, results, stderr())
+    show(results, stdout())
+    interrupted = exit_code != 0
+    if json_file is not None:
+        document = report.document(results, settings, interrupted=interrupted)
+        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if plot is not None and results:
+        plots.draw(report.levels(results), report.kinds(results), plot)
+        tell(stderr(), f"plots are in {plot}")
+    raise typer.Exit(exit_code)
+
+
+def _run(
+    services: contextlib.AbstractAsyncContextManager[str],
+    plan: Plan,
+    results: list[Measurement],
+    console: Console,
+) -> int:
+    """Sweeps and fills the results. Gives the exit code: other than 0 if a signal ended it."""
+    used = ""
+
+    async def work() -> None:
+        nonlocal used
+        async with services as used, open_channel(used) as channel:
+            with Display(console, len(list(plan.points()))) as listener:
+                await warm_up(channel, plan)
+                await sweep(channel, plan, results, listener)
+
+    try:
+        foreground.run(work(), lambda: tell(console, "\nstopping"))
+    except ServiceDied as error:
+        fail(str(error))
+    except grpc.aio.AioRpcError as error:
+        fail(explain(error, used))
+    except foreground.Stopped as stopped:
+        return stopped.exit_code
+    return 0
+
+
+@asynccontextmanager
+async def _services(
+    address: str | None,
+    target: str | None,
+    draft: str | None,
+    dtype: str,
+    num_threads: int | None,
+    modes: Sequence[str],
+    console: Console,
+) -> AsyncIterator[str]:
+    """The gateway's address: of the one that is there, or of one started for the block."""
+    if address is not None:
+        yield address
+        return
+    if target is None and not is_pulled(default_target_path()):
+        fail("the default model is not there: run `specdec models pull` first")
+    if list(modes) == [PLAIN]:
+        # Without a draft the verifier may have all cores.
+        draft, target = None, target or str(default_target_path())
+    else:
+        num_threads = num_threads or pair.shared_cores()
+    options = ("--dtype", dtype, *(("--num-threads", str(num_threads)) if num_threads else ()))
+    children = pair.children(
+        target=target,
+        draft=draft,
+        ports=pair.free_ports(),
+        target_options=options,
+        draft_options=options,
+    )
+    tell(console, "Starting the services; the models take some seconds.")
+    async with running(children, pair.reporter(console)):
+        yield f"127.0.0.1:{children[0].port}"
+
+
+def _rule(rule: Rule | None) -> common_pb2.AcceptanceRule.ValueType:
+    if rule is None:
+        return common_pb2.ACCEPTANCE_RULE_UNSPECIFIED
+    return common_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.name}")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"{text!r} is no list of numbers such as 1,8") from None
+    if not 1 <= found[0] <= found[-1] <= _MOST_CLIENTS:
+        raise ValueError(f"numbers of clients are from 1 to {_MOST_CLIENTS}")
+    return found
+
+
+def _choices(text: str, allowed: Sequence[str], flag: str) -> list[str]:
+    found = list(dict.fromkeys(text.split(",")))
+    for name in found:
+        if name not in allowed:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(allowed)}", param_hint=flag)
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
