@@ -39,6 +39,30 @@ def can_fuse(model: PreTrainedModel) -> bool:
     )
 
 
+class _Norm:
+    """Root-mean-square normalisation over the last dimension.
+
+    torch composes it of eight operations on the CPU. There `layer_norm`, which is a single one, is
+    given [x, −x]: its mean is 0, and its variance the mean square of x.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._weight: torch.Tensor = module.weight
+        self._epsilon = float(module.variance_epsilon)
+        self._size = len(self._weight)
+        self._mirrored = self._weight.device.type == "cpu"
+        if self._mirrored:
+            self._weight = torch.cat([self._weight, self._weight])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size], as it is given."""
+        if not self._mirrored:
+            return nn.functional.rms_norm(x, (self._size,), self._weight, self._epsilon)
+        both = torch.cat([x, x.neg()], dim=-1)
+        normed = torch.layer_norm(both, (2 * self._size,), self._weight, None, self._epsilon)
+        return normed[..., : self._size].contiguous()
+
+
 class _Layer:
     """The weights of one decoder layer."""
 
@@ -48,11 +72,12 @@ class _Layer:
         self.out = Linear([attention.o_proj])
         self.gate_up = Linear([mlp.gate_proj, mlp.up_proj])
         self.down = Linear([mlp.down_proj])
-        self.first_norm = module.input_layernorm
-        self.second_norm = module.post_attention_layernorm
+        self.first_norm = _Norm(module.input_layernorm)
+        self.second_norm = _Norm(module.post_attention_layernorm)
         # Qwen3 normalises each head of queries and keys.
-        self.query_norm = getattr(attention, "q_norm", None)
-        self.key_norm = getattr(attention, "k_norm", None)
+        self.query_norm = self.key_norm = None
+        if hasattr(attention, "q_norm"):
+            self.query_norm, self.key_norm = _Norm(attention.q_norm), _Norm(attention.k_norm)
         self.scaling = float(attention.scaling)
         self.window = window
 
@@ -73,7 +98,7 @@ class FusedDecoder:
             _Layer(layer, window) for layer, window in zip(decoder.layers, windows, strict=True)
         ]
         self._rotary = decoder.rotary_emb
-        self._norm = decoder.norm
+        self._norm = _Norm(decoder.norm)
         self._head = Linear([model.lm_head], effective_vocab_size)
         self._heads = config.num_attention_heads
         self._key_heads = config.num_key_value_heads
@@ -91,13 +116,13 @@ class FusedDecoder:
         queries = self._heads
         rotated_heads = queries + self._key_heads
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(_normed(layer.first_norm, hidden)).view(len(hidden), -1, self._size)
+            qkv = layer.qkv(layer.first_norm(hidden)).view(len(hidden), -1, self._size)
             if layer.query_norm is not None:
                 assert layer.key_norm is not None
                 qkv = torch.cat(
                     [
-                        _normed(layer.query_norm, qkv[:, :queries]),
-                        _normed(layer.key_norm, qkv[:, queries:rotated_heads]),
+                        layer.query_norm(qkv[:, :queries]),
+                        layer.key_norm(qkv[:, queries:rotated_heads]),
                         qkv[:, rotated_heads:],
                     ],
                     dim=1,
@@ -109,9 +134,9 @@ class FusedDecoder:
                 qkv[:, :queries], store.layers[index], batch, layer.scaling, layer.window
             )
             hidden = layer.out.add_to(attended.reshape(len(hidden), -1), hidden)
-            gate, up = layer.gate_up(_normed(layer.second_norm, hidden)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.second_norm(hidden)).chunk(2, dim=-1)
             hidden = layer.down.add_to(nn.functional.silu(gate).mul_(up), hidden)
-        return self._head(_normed(self._norm, hidden.index_select(0, logit_rows)))
+        return self._head(self._norm(hidden.index_select(0, logit_rows)))
 
     def _rotation(
         self, hidden: torch.Tensor, positions: torch.Tensor
@@ -126,8 +151,3 @@ class FusedDecoder:
             torch.cat([cos.expand(-1, rotated, -1), cos.new_ones(shape)], dim=1),
             torch.cat([sin.expand(-1, rotated, -1), sin.new_zeros(shape)], dim=1),
         )
-
-
-def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """Root-mean-square normalisation over the last dimension."""
-    return nn.functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)

@@ -63,15 +63,18 @@ class Scheduler:
         """
         work.ended = ended
         work.sequence.idle_since = math.inf
-        self._paces.returned(work.sequence)
+        self._paces.returned(work.sequence, work.asked)
         with failing(work):
             work.start()
         self._works.append(work)
 
     def wait_seconds(self) -> float:
         """How long the next pass should wait for sessions that are about to join it."""
-        if any(work.begun is not None or work.done for work in self._works):
-            return 0.0
+        share = self.max_rows // 4
+        for work in self._works:
+            # A proposal is not kept waiting between its tokens; a prompt has time.
+            if work.done or (work.begun is not None and not _is_prefill(work, share)):
+                return 0.0
         return self._paces.wait_seconds()
 
     def step(self) -> bool:
@@ -92,7 +95,11 @@ class Scheduler:
             seconds = time.monotonic() - begun
             for work in fed:
                 work.compute_seconds += seconds
-            self._paces.passed(seconds)
+            self._paces.passed(
+                seconds,
+                sum(count for work, count in chosen if isinstance(work, Prefill)),
+                goes_on=any(not work.done for work in self._works),
+            )
         return self._dismiss() or bool(chosen)
 
     def fail_all(self, error: Exception) -> None:
@@ -134,7 +141,11 @@ class Scheduler:
         budget = self.max_rows - (share if prefills else 0)
         for work in others:
             budget -= self._admit(work, budget, chosen)
-        budget = share if chosen else self.max_rows
+        # Sessions that are on their way count as running: they would have to wait for this pass.
+        running = len(chosen) + self._paces.num_expected()
+        budget = self.max_rows
+        if running:
+            budget = self._paces.prompt_rows(share, prompts=len(prefills), running=running)
         started: list[CachedSequence] = []
         for work in prefills:
             if isinstance(work, Prefill):

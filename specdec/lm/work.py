@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ class Work(ABC):
 
     def __init__(self, sequence: CachedSequence) -> None:
         self.sequence = sequence
+        self.asked = time.monotonic()
+        """When it was wanted."""
         self.result: Any = None
         self.error: Exception | None = None
         self.done = False
