@@ -148,7 +148,7 @@ async def _work(job: Job) -> dict[str, Any]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # As the services have it: on shared cores threads that wait must not spin.
+        # See `common.services`.
         env={"OMP_WAIT_POLICY": "ACTIVE", **os.environ},
         # Ctrl-C in the terminal is for this process, which then ends the other.
         start_new_session=True,

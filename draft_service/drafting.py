@@ -61,6 +61,10 @@ class Proposing(Work):
         if self._num_draft_tokens == 0:
             self.finish(self._draft)
 
+    @property
+    def tail(self) -> int:  # type: ignore[override]
+        return self._num_draft_tokens - len(self._draft.token_ids) - 1
+
     @classmethod
     def consume(cls, works: Sequence[Proposing]) -> None:
         """Samples the next token of many sessions together."""

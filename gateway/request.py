@@ -16,7 +16,7 @@ from gateway.prompt import tokenize
 from gateway.settings import GatewaySettings
 from specdec.errors import SpecdecError, Violation
 from specdec.proposals import token_ids_fault
-from specdec.sessions import sampling_violations
+from specdec.sessions import MAX_SALT_BYTES, sampling_violations
 from specdec.v1 import common_pb2, gateway_pb2
 
 _MAX_STOP_STRINGS = 16
@@ -25,7 +25,6 @@ _MAX_STOP_TOKEN_IDS = 64
 _MAX_TOP_LOGPROBS = 20
 _MAX_PROMPT_LOGPROBS = 1_000_000
 _MAX_SAMPLES = 16
-_MAX_SALT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,8 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
     num_samples = request.n if request.HasField("n") else 1
     if not 1 <= num_samples <= _MAX_SAMPLES:
         violations.append(Violation("n", f"must be within [1, {_MAX_SAMPLES}], got {request.n}"))
-    if len(request.prefix_cache.salt.encode()) > _MAX_SALT_BYTES:
-        violations.append(
-            Violation("prefix_cache.salt", f"must be at most {_MAX_SALT_BYTES} bytes")
-        )
+    if len(request.prefix_cache.salt.encode()) > MAX_SALT_BYTES:
+        violations.append(Violation("prefix_cache.salt", f"must be at most {MAX_SALT_BYTES} bytes"))
     rule, num_draft_tokens, faults = _speculation(request.speculation, target, settings)
     violations += faults
     prompt_token_ids, field, fault = tokenize(request, target)

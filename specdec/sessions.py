@@ -10,6 +10,8 @@ from specdec.proposals import distributions_fault, num_draft_tokens_fault, token
 from specdec.v1 import common_pb2
 
 PROTOCOL_VERSION = 1
+MAX_SALT_BYTES = 256
+"""Of a prefix cache's salt."""
 MAX_LOGIT_BIAS = 1024
 
 
@@ -151,6 +153,8 @@ def _open_violations(opening: common_pb2.Open, info: common_pb2.ModelInfo) -> li
         refuse("acceptance_rule", f"{opening.acceptance_rule} is not one that the service has")
     if opening.num_draft_tokens > info.max_num_draft_tokens:
         refuse("num_draft_tokens", f"must be at most {info.max_num_draft_tokens}")
+    if len(opening.prefix_cache.salt.encode()) > MAX_SALT_BYTES:
+        refuse("prefix_cache.salt", f"must be at most {MAX_SALT_BYTES} bytes")
     found += sampling_violations(opening.sampling, "open.sampling", info.effective_vocab_size)
     return found
 

@@ -7,12 +7,15 @@ they would see if the mode did nothing.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from specdec.lm.architecture import runnable
 from specdec.lm.batch import Segment
 from specdec.lm.loading import load
 from specdec.lm.model import FIXED_ROWS, CausalLM
@@ -60,6 +63,49 @@ WAYS = {
 @DTYPE
 def test_every_way_gives_the_same_bits(target_folder: Path, dtype: str) -> None:
     model = make(target_folder, dtype)
+    outputs = {name: feed(model, *way) for name, way in WAYS.items()}
+    reference = outputs.pop("one by one")
+    assert {name for name, output in outputs.items() if not torch.equal(output, reference)} == set()
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "9 heads, 3 key heads": {"num_attention_heads": 9, "num_key_value_heads": 3},
+    "4 heads, 4 key heads": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "8 heads, 1 key head": {"num_attention_heads": 8, "num_key_value_heads": 1},
+}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Kernels divide their work by the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_way_gives_the_same_bits_with_two_threads(family: str, shape: str) -> None:
+    """Also with soft-capped scores and windows, and for any shape of the heads."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=260,
+        hidden_size=72,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        **SHAPES[shape],
+    )
+    torch.manual_seed(2)
+    raw = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = runnable(raw, 260, deterministic=True)
+    model.allocate(120)
     outputs = {name: feed(model, *way) for name, way in WAYS.items()}
     reference = outputs.pop("one by one")
     assert {name for name, output in outputs.items() if not torch.equal(output, reference)} == set()

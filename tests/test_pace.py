@@ -103,6 +103,8 @@ def test_nobody_waits_for_a_session_alone_or_unknown_or_late_or_far_away_or_clos
     clock.now += 0.004
     paces.returned(first, clock.now)
     assert paces.wait_seconds() == 0.0  # far away: half a pass is 0.02
+    assert paces.num_expected() == 0  # further than a pass
+    clock.now += 0.18
     assert paces.num_expected() == 1
     clock.now += 1.0
     assert paces.wait_seconds() == 0.0  # late

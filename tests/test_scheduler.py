@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -377,22 +379,23 @@ def test_one_pass_takes_rows_of_every_kind(target: LoadedModel) -> None:
     bench.add(Verification(sessions["block"], [3, 4, 5, 6], []))
     bench.add(Proposing(sessions["draft"], 3, TOP_N))
     bench.step()
-    # Beside running sessions, prefills get a quarter of the budget.
+    # Beside running sessions, prompts get a quarter of the budget, short ones their part of it.
     assert bench.rows() == {
         "plain": (19, 1, 1),
         "block": (34, 5, 5),
         "draft": (17, 1, 1),
-        "long": (0, 64, 0),
+        "long": (0, 53, 0),
+        "short": (0, 11, 0),
     }
     bench.step()
-    assert bench.rows() == {"draft": (18, 1, 1), "long": (64, 64, 0)}
+    assert bench.rows() == {"draft": (18, 1, 1), "long": (53, 64, 0)}
     bench.step()
-    assert bench.rows() == {"draft": (19, 1, 1), "long": (128, 64, 0)}
+    assert bench.rows() == {"draft": (19, 1, 1), "long": (117, 64, 0)}
     # Alone they get all of it.
     for session in running:
         bench.close(session)
     bench.step()
-    assert bench.rows() == {"long": (192, 107, 0), "short": (0, 11, 0)}
+    assert bench.rows() == {"long": (181, 118, 0)}
     assert not bench.scheduler.has_work
 
 
@@ -1084,7 +1087,8 @@ async def test_a_thread_whose_works_all_wait_for_an_idle_session_sleeps(
     begun = time.process_time()
     await asyncio.sleep(0.3)
     assert steps <= 3
-    assert time.process_time() - begun < 0.2
+    # A loop that spins would take all of it.
+    assert time.process_time() - begun < 0.25
     assert not waiting.done()
     model_thread.post(lambda: bench.close(old))
     await asyncio.wait_for(waiting, 5)
@@ -1100,3 +1104,47 @@ async def test_the_thread_finds_by_itself_that_a_session_rests(
     await model_thread.work(Prefill(old.sequence))
     await asyncio.wait_for(model_thread.work(Prefill(young.sequence)), 5)
     assert old.sequence.pages == []
+
+
+def test_an_older_session_without_pages_is_not_kept_waiting_by_a_younger_one(
+    target: LoadedModel,
+) -> None:
+    """It lost its pages while it rested; the younger one decodes in every pass."""
+    bench = Bench(target, pages=11, rows=64)
+    older, younger = (bench.open(Request(tuple(prompt(n, n)), bypass=True)) for n in (120, 60))
+    bench.run(Prefill(older.sequence))
+    older.sequence.idle_since = -math.inf
+    bench.run(Prefill(younger.sequence))
+    assert not older.sequence.pages
+    works = [bench.add(Verification(older, [], [])), bench.add(Verification(younger, [], []))]
+    for _ in range(20):
+        if works[1].done:
+            works[1] = bench.add(Verification(younger, [], []))
+        bench.step()
+        if works[0].done:
+            break
+    assert works[0].done
+
+
+def test_a_large_prompt_is_not_overtaken_for_ever(target: LoadedModel) -> None:
+    """Sessions of 4 pages come and go, and it needs 16 of 20."""
+    bench = Bench(target, pages=20, rows=64)
+
+    def newcomer() -> tuple[Session, Work]:
+        session = bench.open(Request(tuple(prompt(60, next(seeds))), bypass=True))
+        return session, bench.add(Prefill(session.sequence))
+
+    seeds = itertools.count()
+    small = [newcomer() for _ in range(4)]
+    bench.step()
+    large = bench.open(Request(tuple(prompt(250, 3)), bypass=True))
+    wanted = bench.add(Prefill(large.sequence))
+    for turn in range(100):
+        if wanted.done:
+            break
+        bench.step()
+        # One ends, and another comes in its place.
+        index = turn % len(small)
+        bench.close(small[index][0])
+        small[index] = newcomer()
+    assert wanted.done

@@ -218,7 +218,7 @@ async def test_a_signal_to_all_lets_a_running_generation_complete(
             running = asyncio.create_task(
                 gateway.generate([5, 6], temperature=0.0, max_new_tokens=100, ignore_eos=True)
             )
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             assert not running.done()
             for process in team.processes:
                 process.send_signal(signal.SIGTERM)
@@ -247,7 +247,7 @@ async def test_the_end_of_one_process_is_the_end_of_all(
             running = asyncio.create_task(
                 gateway.generate([5, 6], temperature=0.0, max_new_tokens=100, ignore_eos=True)
             )
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             assert not running.done()
             team.processes[rank].send_signal(number)
             assert await team.statuses(20) == statuses

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.lm.batch import Batch
 from specdec.lm.pages import PAGE_SIZE
 
-_MANY_ROWS = 12
+_MANY_ROWS = 36
+"""Query rows from which products are faster: heads count as rows here."""
 
 
 class KVStore:
@@ -31,9 +34,7 @@ class KVStore:
         # Layers of one shape share a tensor, so that pages are cleared by one operation.
         counts = Counter(layers)
         self._bases = {
-            shape: torch.zeros(
-                count, num_pages + 2, PAGE_SIZE, 2 * shape[0], shape[1], dtype=dtype, device=device
-            )
+            shape: _zeros((count, num_pages + 2, PAGE_SIZE, 2 * shape[0], shape[1]), dtype, device)
             for shape, count in counts.items()
         }
         unbound = {shape: iter(base.unbind()) for shape, base in self._bases.items()}
@@ -59,6 +60,14 @@ class KVStore:
         index = torch.tensor(pages, dtype=torch.int64)
         for base in self._bases.values():
             base.index_fill_(1, index.to(base.device), 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory only as they are written to, where the device can do that."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    buffer = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(buffer).view(dtype).view(shape)
 
 
 def attend(
@@ -87,7 +96,6 @@ def attend(
     repeats = heads // key_heads
     # On the CPU the fused kernel is slow in bfloat16: products by oneDNN took half of its time.
     by_products = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    by_products = by_products and not batch.deterministic
     outputs = []
     for group in batch.groups:
         found = group.gather(layer).transpose(1, 2)
@@ -97,18 +105,49 @@ def attend(
         rows = query[group.rows].view(sequences, count, key_heads, repeats, size)
         rows = rows.permute(0, 2, 3, 1, 4).reshape(sequences, key_heads, repeats * count, size)
         mask = group.mask(window, repeats, query.dtype)
-        if softcap is not None:
-            output = _capped_attention(rows, keys, values, mask, scaling, softcap)
-        elif mask is not None and group.positions.numel() >= _MANY_ROWS and by_products:
-            output = _attention_by_products(rows, keys, values, mask, scaling)
+        if group.keys_of_rows is None:
+            output = _attention(rows, keys, values, mask, scaling, softcap, by_products=by_products)
         else:
-            output = scaled_dot_product_attention(rows, keys, values, mask, scale=scaling)
+            # Kernels take another path for another number of rows: each row has a call of its own,
+            # and its shape is that of the row's position.
+            assert mask is not None
+            output = torch.cat(
+                [
+                    _attention(
+                        rows[i : i + 1],
+                        keys[i : i + 1, :, :count_keys],
+                        values[i : i + 1, :, :count_keys],
+                        mask[i : i + 1, ..., :count_keys],
+                        scaling,
+                        softcap,
+                    )
+                    for i, count_keys in enumerate(group.keys_of_rows)
+                ]
+            )
         output = output.view(sequences, key_heads, repeats, count, size).permute(0, 3, 1, 2, 4)
         outputs.append(output.reshape(-1, heads, size))
     padding = len(query) - batch.groups[-1].rows.stop
     if padding:
         outputs.append(query.new_zeros(padding, heads, size))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    *,
+    by_products: bool = False,
+) -> torch.Tensor:
+    """[B, key heads, rows, D], with a mask [B, 1, rows, L] or none, to the shape of the query."""
+    if softcap is not None:
+        return _capped_attention(query, keys, values, mask, scaling, softcap)
+    if by_products and mask is not None and query.shape[0] * query.shape[2] >= _MANY_ROWS:
+        return _attention_by_products(query, keys, values, mask, scaling)
+    return scaled_dot_product_attention(query, keys, values, mask, scale=scaling)
 
 
 def _attention_by_products(
@@ -118,7 +157,7 @@ def _attention_by_products(
     mask: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Like `scaled_dot_product_attention`; [B, key heads, rows, D] and a mask [B, 1, rows, L]."""
+    """Like `scaled_dot_product_attention`."""
     batch, heads = query.shape[:2]
     query, keys, values = (x.reshape(batch * heads, *x.shape[2:]) for x in (query, keys, values))
     mask = mask.expand(-1, heads, -1, -1).reshape(batch * heads, *mask.shape[2:])

@@ -43,6 +43,8 @@ class Group:
     """Set if there is one list of pages and they lie side by side: no copy is needed then."""
     sees_all: bool = False
     """Whether there is one row, and all L keys are its past."""
+    keys_of_rows: list[int] | None = None
+    """Deterministic: how many keys each row reads, by its own position alone."""
     _masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def gather(self, layer: torch.Tensor) -> torch.Tensor:
@@ -163,23 +165,27 @@ def _group(
     ends = [member.start + len(member.token_ids) for member in members]
     longest = max(ends)
     num_keys = longest if len(members) == 1 else pages_for(longest) * PAGE_SIZE
+    keys_of_rows = None
     if deterministic:
-        num_keys = -(-longest // KEY_SPLIT) * KEY_SPLIT
+        first = members[0].start + 1
+        keys_of_rows = [-(-end // KEY_SPLIT) * KEY_SPLIT for end in range(first, longest + 1)]
+        num_keys = keys_of_rows[-1]
     count = pages_for(num_keys)
     lists = []
     for member, end in zip(members, ends, strict=True):
         used = list(member.pages[: pages_for(end)])
         lists.append(used + [ZERO_PAGE] * (count - len(used)))
-    first = lists[0][0]
-    adjacent = len(lists) == 1 and lists[0] == list(range(first, first + count))
+    page = lists[0][0]
+    adjacent = len(lists) == 1 and lists[0] == list(range(page, page + count))
     rows_each = len(members[0].token_ids)
     return Group(
         rows=rows,
         positions=positions.view(-1, 1 if deterministic else rows_each),
         pages=torch.tensor(lists, dtype=torch.int64, device=positions.device),
         num_keys=num_keys,
-        first_page=first if adjacent else None,
+        first_page=page if adjacent else None,
         sees_all=len(members) == 1 and rows_each == 1 and not deterministic,
+        keys_of_rows=keys_of_rows,
     )
 
 

@@ -133,9 +133,9 @@ class FusedDecoder:
             attended = attend(
                 qkv[:, :queries], store.layers[index], batch, layer.scaling, layer.window
             )
-            hidden = layer.out.add_to(attended.reshape(len(hidden), -1), hidden)
+            hidden.add_(layer.out(attended.reshape(len(hidden), -1)))
             gate, up = layer.gate_up(layer.second_norm(hidden)).chunk(2, dim=-1)
-            hidden = layer.down.add_to(nn.functional.silu(gate).mul_(up), hidden)
+            hidden.add_(layer.down(nn.functional.silu(gate).mul_(up)))
         return self._head(self._norm(hidden.index_select(0, logit_rows)))
 
     def _rotation(

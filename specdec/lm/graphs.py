@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
 from specdec.lm.batch import Batch, Group, Segment, slot
 from specdec.lm.pages import PAGE_SIZE, ZERO_PAGE, pages_for
+
+_log = structlog.get_logger()
 
 Run = Callable[[Batch], torch.Tensor]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[], None]]]
@@ -143,15 +146,20 @@ class PassGraphs:
                 the batch's `logit_rows`.
             scratch_page: where padding stores.
             device: of the tensors.
-            max_pages: of a sequence; larger buckets are of no use.
+            max_pages: of all sequences together; larger buckets are of no use.
             record: what makes a function repeatable.
             progress: told how many buckets of how many are recorded.
         """
-        fitting = [b for b in BUCKETS if b.pages < 2 * max_pages or b.pages == BUCKETS[0].pages]
+        smallest = BUCKETS[0].pages
+        fitting = [b for b in BUCKETS if b.pages == smallest or b.sequences * b.pages <= max_pages]
         self._recorded: list[_Recorded] = []
         # The largest first: the others then fit into the memory that it left.
         for done, bucket in enumerate(sorted(fitting, key=_size, reverse=True), 1):
-            self._recorded.append(_Recorded(bucket, run, record, scratch_page, device))
+            try:
+                self._recorded.append(_Recorded(bucket, run, record, scratch_page, device))
+            except RuntimeError as error:
+                # Such as out of memory. What cannot be recorded runs as it is.
+                _log.warning("not recorded", bucket=bucket._asdict(), error=str(error)[:200])
             progress(done, len(fitting))
         self._recorded.reverse()
 

@@ -16,7 +16,7 @@ class Linear:
     """
 
     def __init__(self, modules: Sequence[nn.Linear], num_outputs: int | None = None) -> None:
-        """Takes over the modules' weights; a module whose weight was copied is left without it.
+        """Takes over the weights. If several modules are joined, they are left without theirs.
 
         Args:
             modules: of the same input size, device and dtype.
@@ -52,10 +52,6 @@ class Linear:
             )
             return y
         return nn.functional.linear(x, self._weight, self._bias)
-
-    def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + x Wᵀ + b, in one pass over the result where the device can."""
-        return residual.add_(self(x))
 
 
 def _bias_of(module: nn.Linear) -> torch.Tensor:

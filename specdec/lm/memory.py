@@ -13,6 +13,7 @@ from specdec.lm.pages import pages_for
 
 _GPU_SHARE = 0.8
 _CPU_SHARE = 0.25
+_CGROUP = Path("/sys/fs/cgroup")
 _CPU_MOST = 2 * 1024**3
 
 
@@ -46,10 +47,19 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _available_memory() -> int:
-    """What the kernel says can be had without swapping; where it says nothing, the most."""
+    """What the kernel says can be had without swapping, within the limit of the container."""
+    free = [int(_CPU_MOST / _CPU_SHARE)]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return int(_CPU_MOST / _CPU_SHARE)
-    found = dict(line.split(":", 1) for line in lines)
-    return int(found["MemAvailable"].split()[0]) * 1024
+        found = dict(line.split(":", 1) for line in lines)
+        free.append(int(found["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError):
+        # Not Linux.
+        pass
+    try:
+        limit, used = ((_CGROUP / name).read_text() for name in ("memory.max", "memory.current"))
+        free.append(max(0, int(limit) - int(used)))
+    except (OSError, ValueError):
+        # No container, or one without a limit: "max".
+        pass
+    return min(free)

@@ -39,9 +39,7 @@ class PagedCache(Cache):
         """Stores [1, key heads, T, size] each; returns the store's layer in place of the keys."""
         layer, count = self._store.layers[layer_idx], len(self.batch.slots)
         both = [
-            torch.nn.functional.pad(
-                x[0].transpose(0, 1)[:count], (0, layer.shape[-1] - x.shape[-1])
-            )
+            _padded(x[0].transpose(0, 1)[:count], layer.shape[-1])
             for x in (key_states, value_states)
         ]
         self._store.write(layer_idx, self.batch.slots, torch.cat(both, dim=1))

@@ -90,9 +90,9 @@ class Paces:
         return min(most, max(_FEWEST_ROWS, affordable))
 
     def num_expected(self) -> int:
-        """How many sessions are away that are about to come back."""
+        """How many sessions are away that will be back before another pass could have ended."""
         now = time.monotonic()
-        return sum(now < at for at in self._expected())
+        return sum(now < at <= now + self._pass_seconds for at in self._expected())
 
     def _expected(self) -> list[float]:
         """When the sessions that are away will be back at the latest."""

@@ -13,10 +13,14 @@ from specdec.lm.pages import PAGE_SIZE, PagePool
 
 
 class _Node:
-    __slots__ = ("children", "key", "page", "parent")
+    __slots__ = ("children", "key", "page", "parent", "salt")
 
-    def __init__(self, parent: _Node | None, key: tuple[int, ...], page: int) -> None:
+    def __init__(
+        self, parent: _Node | None, key: tuple[int, ...], page: int, salt: str = ""
+    ) -> None:
+        """`salt`: of a root; a root has neither parent nor page."""
         self.parent = parent
+        self.salt = salt
         self.key = key
         self.page = page
         self.children: dict[tuple[int, ...], _Node] = {}
@@ -67,7 +71,9 @@ class PrefixCache:
         Returns:
             The pages that hold the prefix in the cache, without references to them.
         """
-        node = self._roots.setdefault(salt, _Node(None, (), 0))
+        if len(tokens) < PAGE_SIZE:
+            return []
+        node = self._roots.setdefault(salt, _Node(None, (), 0, salt))
         path = []
         for index in range(len(tokens) // PAGE_SIZE):
             key = tuple(tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
@@ -78,7 +84,6 @@ class PrefixCache:
             path.append(child)
             node = child
         self._touch(path)
-        self._drop_root_if_empty(salt)
         return [node.page for node in path]
 
     def evict(self, count: int) -> int:
@@ -87,17 +92,18 @@ class PrefixCache:
         Returns:
             How many it freed.
         """
-        freed = 0
+        doomed: dict[_Node, None] = {}
         # A parent comes after its children, so that one pass finds chains from their ends.
-        for node in list(self._nodes):
-            if freed == count:
+        for node in self._nodes:
+            if len(doomed) == count:
                 break
-            if not node.children and self._pool.references(node.page) == 1:
-                self._remove(node)
-                freed += 1
-        for salt in list(self._roots):
-            self._drop_root_if_empty(salt)
-        return freed
+            if self._pool.references(node.page) == 1 and doomed.keys() >= set(
+                node.children.values()
+            ):
+                doomed[node] = None
+        for node in doomed:
+            self._remove(node)
+        return len(doomed)
 
     def _walk(self, tokens: Sequence[int], salt: str) -> Iterator[_Node]:
         node = self._roots.get(salt)
@@ -117,7 +123,6 @@ class PrefixCache:
         del node.parent.children[node.key]
         del self._nodes[node]
         self._pool.release([node.page])
-
-    def _drop_root_if_empty(self, salt: str) -> None:
-        if salt in self._roots and not self._roots[salt].children:
-            del self._roots[salt]
+        root = node.parent
+        if root.parent is None and not root.children:
+            del self._roots[root.salt]

@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from specdec.errors import SpecdecError, Violation, abort
+from specdec.lm.architecture import ModelLoadError
 from specdec.lm.grammar import GrammarCompiler
 from specdec.lm.history import History
 from specdec.lm.loading import LoadedModel
@@ -61,6 +62,8 @@ class ModelRuntime:
         max_rows: int,
     ) -> None:
         """
+        To be called on the model thread.
+
         Args:
             loaded: the model.
             thread: that runs it from here on.
@@ -68,6 +71,9 @@ class ModelRuntime:
             num_pages: of the KV pool. A session can use all of them, if no older one does.
             max_num_draft_tokens: the most drafted tokens in one round.
             max_rows: the token budget of one pass.
+
+        Raises:
+            ModelLoadError: there is no memory for the pool.
         """
         self.loaded = loaded
         self.thread = thread
@@ -86,7 +92,13 @@ class ModelRuntime:
         self._grammars = GrammarCompiler(
             loaded.tokenizer.content, loaded.model.effective_vocab_size, loaded.eos_token_ids
         )
-        self.scheduler = Scheduler(loaded.model, num_pages, max_rows)
+        try:
+            self.scheduler = Scheduler(loaded.model, num_pages, max_rows)
+        except (MemoryError, RuntimeError) as error:
+            raise ModelLoadError(
+                f"there is no memory for {num_pages} KV pages of {loaded.model.bytes_per_page} "
+                f"bytes: give less --kv-memory ({str(error).splitlines()[0][:200]})"
+            ) from error
         thread.attach(self.scheduler)
 
     @asynccontextmanager

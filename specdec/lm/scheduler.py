@@ -15,6 +15,8 @@ from specdec.lm.work import Prefill, Work, failing
 
 IDLE_SECONDS = 1.0
 """A session without work for so long yields its pages to whoever needs them."""
+_EVICTED_AT_ONCE = 32
+"""Pages. A full cache is the steady state, and need not be searched for every page."""
 
 
 class Scheduler:
@@ -25,8 +27,8 @@ class Scheduler:
         Args:
             model: what runs the passes; room for the pages is made here.
             num_pages: of the pool.
-            max_rows: the token budget of a pass. Beside running sessions a prefill gets a quarter
-                of it, so that they keep their pace.
+            max_rows: the token budget of a pass; deterministic models have their own. Beside
+                running sessions prompts get a quarter of it at most, and `Paces` says how much.
         """
         self._model = model
         self.max_rows = model.fixed_rows or max_rows
@@ -38,6 +40,9 @@ class Scheduler:
         self._works: list[Work] = []
         """In the order of their arrival."""
         self._paces = Paces()
+        self._first: Work | None = None
+        """The work of the oldest session that the last pass had no pages for."""
+        self._num_opened = 0
         self.num_preemptions = 0
 
     @property
@@ -47,6 +52,8 @@ class Scheduler:
 
     def open(self, sequence: CachedSequence) -> None:
         """Begins a session, the youngest so far. Its sequence must be of this scheduler's pool."""
+        self._num_opened += 1
+        sequence.number = self._num_opened
         self._sequences.append(sequence)
 
     def close(self, sequence: CachedSequence) -> None:
@@ -89,17 +96,16 @@ class Scheduler:
             begun = time.monotonic()
             for work, _ in chosen:
                 work.begun = begun if work.begun is None else work.begun
+            share = self.max_rows // 4
+            prompt_rows = sum(count for work, count in chosen if _is_prefill(work, share))
             self._run(chosen)
             fed = [work for work, _ in chosen]
             self._consume([w for w in fed if not w.done and w.sequence.cached_length == w.end])
             seconds = time.monotonic() - begun
             for work in fed:
                 work.compute_seconds += seconds
-            self._paces.passed(
-                seconds,
-                sum(count for work, count in chosen if isinstance(work, Prefill)),
-                goes_on=any(not work.done for work in self._works),
-            )
+            goes_on = any(not work.done for work in self._works)
+            self._paces.passed(seconds, prompt_rows, goes_on=goes_on)
         return self._dismiss() or bool(chosen)
 
     def fail_all(self, error: Exception) -> None:
@@ -135,28 +141,51 @@ class Scheduler:
         """Works with the number of rows that each feeds in the next pass."""
         works = [work for work in self._works if not work.done]
         share = self.max_rows // 4
-        prefills = [work for work in works if _is_prefill(work, share)]
+        prompts = [work for work in works if _is_prefill(work, share)]
         others = [work for work in works if not _is_prefill(work, share)]
         chosen: list[tuple[Work, int]] = []
-        budget = self.max_rows - (share if prefills else 0)
+        short: list[Work] = []
+        budget = self.max_rows - (share if prompts else 0)
+        if self._first in works:
+            # Before the others it may take the pages of all who are younger.
+            budget -= self._admit(self._first, share, chosen, short)
+        else:
+            self._first = None
         for work in others:
-            budget -= self._admit(work, budget, chosen)
+            if work is not self._first:
+                budget -= self._admit(work, budget, chosen, short)
         # Sessions that are on their way count as running: they would have to wait for this pass.
         running = len(chosen) + self._paces.num_expected()
         budget = self.max_rows
         if running:
-            budget = self._paces.prompt_rows(share, prompts=len(prefills), running=running)
+            budget = self._paces.prompt_rows(share, prompts=len(prompts), running=running)
+        prompts = [work for work in prompts if work is not self._first]
+        self._choose_prompts(prompts, budget, chosen, short)
+        self._first = min(short, key=lambda work: work.sequence.number, default=None)
+        return chosen
+
+    def _choose_prompts(
+        self, prompts: list[Work], budget: int, chosen: list[tuple[Work, int]], short: list[Work]
+    ) -> None:
+        """Adds rows of prompts. The oldest leaves half of the budget to the others if they need it:
+        a short prompt does not wait for all of a long one."""
         started: list[CachedSequence] = []
-        for work in prefills:
+        waiting = sum(work.missing for work in prompts[1:])
+        for index, work in enumerate(prompts):
             if isinstance(work, Prefill):
                 if self._waits_for(work.sequence, started):
                     continue
                 started.append(work.sequence)
-            budget -= self._admit(work, budget, chosen)
-        return chosen
+            limit = budget if index else max(budget // 2, budget - waiting)
+            budget -= self._admit(work, limit, chosen, short)
 
-    def _admit(self, work: Work, budget: int, chosen: list[tuple[Work, int]]) -> int:
-        """Adds a work's next rows to the pass, as many as budget and pool allow."""
+    def _admit(
+        self, work: Work, budget: int, chosen: list[tuple[Work, int]], short: list[Work]
+    ) -> int:
+        """Adds a work's next rows to the pass, as many as the budget allows.
+
+        If the pool has no pages for them, it goes to `short` instead.
+        """
         sequence = work.sequence
         if budget <= 0:
             return 0
@@ -170,12 +199,14 @@ class Scheduler:
             return 0
         count = min(work.missing, budget, work.max_rows or budget)
         needed = pages_for(sequence.cached_length + count) - len(sequence.pages)
-        if needed and not self._make_room(needed, work, {id(w.sequence) for w, _ in chosen}):
-            return 0
-        after = sequence.pages[-1] if sequence.pages else None
-        fresh = self.pool.allocate(needed, after)
-        self._model.clear(fresh)
-        sequence.pages += fresh
+        if needed > 0:
+            busy = {id(chosen_work.sequence) for chosen_work, _ in chosen}
+            if not self._make_room(needed, work, busy):
+                short.append(work)
+                return 0
+            fresh = self.pool.allocate(needed, sequence.pages[-1] if sequence.pages else None)
+            sequence.pages += fresh
+            self._model.clear(fresh)
         chosen.append((work, count))
         return count
 
@@ -200,14 +231,15 @@ class Scheduler:
         others waiting.
         """
         sequence = work.sequence
-        total = pages_for(work.end) - len(sequence.pages)
+        total = pages_for(work.end + work.tail) - len(sequence.pages)
         if total <= self.pool.num_free:
             return True
         victims, kept = self._victims(sequence, busy)
         if total > self.pool.num_pages - len(kept):
             return False
         while self.pool.num_free < needed:
-            if not self.prefixes.evict(needed - self.pool.num_free):
+            at_once = min(_EVICTED_AT_ONCE, self.pool.num_pages // 64)
+            if not self.prefixes.evict(max(needed - self.pool.num_free, at_once)):
                 self._preempt(victims.pop())
         return True
 

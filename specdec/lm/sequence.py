@@ -31,8 +31,10 @@ class CachedSequence:
         self.cached_length = 0
         self.committed_length = len(self.tokens)
         """The tokens from here on are drafts."""
+        self.number = 0
+        """Its place in the order in which the scheduler's sessions were opened."""
         self.reused_length = 0
-        """How many tokens it found cached when its latest work began, if nothing was until then."""
+        """How many tokens it took over from the prefix cache when it began."""
         self.idle_since = math.inf
         """When its last work ended, by time.monotonic(); infinite while it has work."""
         self.salt = salt

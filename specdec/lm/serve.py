@@ -69,7 +69,8 @@ async def serve(
             _log.info("loading", model=model_id, address=f"{settings.host}:{port}")
             (loaded, timings), team = await load_model()
             num_pages = pages_within(settings.kv_memory, loaded)
-            servicer.runtime = ModelRuntime(
+            runtime, _ = await thread.run(
+                ModelRuntime,
                 loaded,
                 thread,
                 model_id=model_id,
@@ -83,13 +84,14 @@ async def serve(
                     num_pages,
                     progress=lambda done, total: _log.info("recording", done=done, total=total),
                 )
+            servicer.runtime = runtime
             await health.set(True)
             _log.info(
                 "KV cache",
                 pages=num_pages,
                 tokens=num_pages * PAGE_SIZE,
                 bytes=num_pages * loaded.model.bytes_per_page,
-                max_context_length=servicer.runtime.info.max_context_length,
+                max_context_length=runtime.info.max_context_length,
             )
             _log.info(
                 "ready",

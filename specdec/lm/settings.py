@@ -34,9 +34,12 @@ class ModelServiceSettings(ServiceSettings):
         "the GPU, or a quarter of what is free but at most 2 GiB on the CPU",
     )
     max_rows: int = Field(
-        512, ge=16, description="token budget of a forward pass over all sessions together"
+        512,
+        ge=16,
+        description="token budget of a forward pass over all sessions; 32 if deterministic",
     )
     deterministic: bool = Field(
         False,
-        description="whether the same request gives the same tokens whatever runs beside it",
+        description="whether greedy and COUPLED requests give the same tokens whatever runs beside "
+        "them; slower",
     )

@@ -23,6 +23,8 @@ class Work(ABC):
 
     num_logits = 1
     """For how many of the last pending tokens logits are wanted."""
+    tail = 0
+    """How many tokens it will append to those that are pending now."""
     max_rows: int | None = None
     """How many rows it may have in one pass; None for no limit of its own."""
 
