@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +24,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.synthetic import Block, Draft, do
 from specdec.lm.architecture import runnable
 from specdec.lm.batch import Segment
 from specdec.lm.model import CausalLM
 from specdec.lm.pages import pages_for
 from specdec.lm.scheduler import Scheduler
 from specdec.lm.sequence import CachedSequence
-from specdec.lm.work import Prefill, Work
+from specdec.lm.work import Prefill
 
 console = Console()
 
@@ -146,68 +147,6 @@ class Sessions:
         return range(1 + index * self._each, 1 + (index + 1) * self._each)
 
 
-class Block(Work):
-    """A verification whose drafted tokens stand at a given rate."""
-
-    def __init__(self, sequence: CachedSequence, drafted: list[int], rate: float) -> None:
-        super().__init__(sequence)
-        self.num_logits = len(drafted) + 1
-        self._drafted = drafted
-        self._rate = rate
-
-    def start(self) -> None:
-        self._base_length = len(self.sequence.tokens)
-        self.sequence.append(self._drafted)
-
-    @classmethod
-    def consume(cls, works: Sequence[Block]) -> None:
-        best = torch.cat([work.collect() for work in works]).argmax(dim=-1).tolist()
-        for work in works:
-            n = 0
-            while n < len(work._drafted) and random.random() < work._rate:
-                n += 1
-            emitted = [*work._drafted[:n], best[n]]
-            work.sequence.commit(work._base_length, emitted)
-            work.finish(emitted)
-
-
-class Draft(Work):
-    """A greedy proposal of K tokens on top of what was committed."""
-
-    def __init__(
-        self, sequence: CachedSequence, committed: tuple[int, list[int]] | None, k: int
-    ) -> None:
-        super().__init__(sequence)
-        self._committed = committed
-        self._k = k
-        self._drafted: list[int] = []
-
-    def start(self) -> None:
-        if self._committed is not None:
-            self.sequence.commit(*self._committed)
-
-    @classmethod
-    def consume(cls, works: Sequence[Draft]) -> None:
-        best = torch.cat([work.collect() for work in works]).argmax(dim=-1).tolist()
-        for work, token_id in zip(works, best, strict=True):
-            work._drafted.append(token_id)
-            work.sequence.append([token_id])
-            if len(work._drafted) == work._k:
-                work.finish(work._drafted)
-
-
-def do(scheduler: Scheduler, works: Sequence[Work]) -> list[Any]:
-    """Runs works to their ends. Returns their results."""
-    for work in works:
-        scheduler.add(work, lambda: None)
-    while scheduler.has_work:
-        scheduler.step()
-    for work in works:
-        if work.error is not None:
-            raise work.error
-    return [work.result for work in works]
-
-
 def rate(
     device: Device,
     target: Scheduler,
@@ -221,7 +160,7 @@ def rate(
     random.seed(0)
     prompt = [index % 200 for index in range(size.context)]
     at_target, at_draft = (
-        [CachedSequence(scheduler.pool, prompt, shared=False) for _ in range(batch)]
+        [CachedSequence(scheduler.residents.pool, prompt, shared=False) for _ in range(batch)]
         for scheduler in (target, draft)
     )
     for scheduler, sequences in ((target, at_target), (draft, at_draft)):

@@ -186,14 +186,14 @@ async def settled(stack: Stack) -> list[ModelRuntime]:
 
 def assert_nothing_is_held(runtime: ModelRuntime) -> None:
     """Runs on the model thread: every page is free or cached, and the cache can be emptied."""
-    scheduler, pool = runtime.scheduler, runtime.scheduler.pool
-    scheduler.check_integrity()
+    scheduler, pool = runtime.scheduler, runtime.scheduler.residents.pool
+    scheduler.residents.check_integrity()
     assert not scheduler.has_work
-    assert scheduler._sequences == []
-    assert pool.num_free + scheduler.prefixes.num_pages == pool.num_pages == PAGES
-    scheduler.prefixes.evict(pool.num_pages)
+    assert scheduler.residents.sequences == []
+    assert pool.num_free + scheduler.residents.prefixes.num_pages == pool.num_pages == PAGES
+    scheduler.residents.prefixes.evict(pool.num_pages)
     assert pool.num_free == pool.num_pages
-    scheduler.check_integrity()
+    scheduler.residents.check_integrity()
 
 
 async def run_storm(
@@ -219,7 +219,7 @@ async def run_storm(
         runtimes = await settled(stack)
         for runtime in runtimes:
             await runtime.thread.run(assert_nothing_is_held, runtime)
-        preemptions = [runtime.scheduler.num_preemptions for runtime in runtimes]
+        preemptions = [runtime.scheduler.residents.num_preemptions for runtime in runtimes]
     counts = storm.counts
     told = {
         "finished": counts.finished,
@@ -288,8 +288,8 @@ async def test_a_session_that_is_cancelled_while_it_opens_leaves_nothing(
             while runtime.num_sessions:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         release.set()
-        await runtime.thread.run(runtime.scheduler.check_integrity)
-        assert runtime.scheduler._sequences == []
+        await runtime.thread.run(runtime.scheduler.residents.check_integrity)
+        assert runtime.scheduler.residents.sequences == []
 
 
 async def test_sessions_that_wait_for_each_others_pages_come_to_an_end(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from draft_service.drafting import Draft, Proposing
-from specdec.lm import scheduler, thread
+from specdec.lm import residents, thread
 from specdec.lm.batch import Segment
 from specdec.lm.grammar import GrammarCompiler
 from specdec.lm.history import History
@@ -56,7 +56,7 @@ def nobody_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_rest_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    for module in (scheduler, thread):
+    for module in (residents, thread):
         monkeypatch.setattr(module, "IDLE_SECONDS", seconds)
 
 
@@ -133,7 +133,10 @@ class Bench:
             sampling, request.prompt, model.effective_vocab_size, model.device, grammar
         )
         sequence = CachedSequence(
-            self.scheduler.pool, request.prompt, salt=request.salt, shared=not request.bypass
+            self.scheduler.residents.pool,
+            request.prompt,
+            salt=request.salt,
+            shared=not request.bypass,
         )
         self.scheduler.open(sequence)
         contract = SessionContract.__new__(SessionContract)  # the works do not ask it
@@ -144,7 +147,7 @@ class Bench:
 
     def close(self, session: Session) -> None:
         self.scheduler.close(session.sequence)
-        self.scheduler.check_integrity()
+        self.scheduler.residents.check_integrity()
 
     def add(self, work: Work) -> Work:
         self.scheduler.add(work, lambda: None)
@@ -153,7 +156,7 @@ class Bench:
     def step(self) -> bool:
         count = len(self.model.passes)
         done = self.scheduler.step()
-        self.scheduler.check_integrity()
+        self.scheduler.residents.check_integrity()
         for segments in self.model.passes[count:]:
             assert sum(len(s.token_ids) for s in segments) <= self.scheduler.max_rows
             lists = [page for s in segments for page in s.pages[s.start // PAGE_SIZE :]]
@@ -187,10 +190,10 @@ class Bench:
         return sum(len(s.token_ids) for segments in self.model.passes for s in segments)
 
     def assert_nothing_is_left(self) -> None:
-        pool, prefixes = self.scheduler.pool, self.scheduler.prefixes
-        self.scheduler.check_integrity()
+        pool, prefixes = self.scheduler.residents.pool, self.scheduler.residents.prefixes
+        self.scheduler.residents.check_integrity()
         assert not self.scheduler.has_work
-        assert self.scheduler._sequences == []
+        assert self.scheduler.residents.sequences == []
         assert pool.num_free + prefixes.num_pages == pool.num_pages
         prefixes.evict(pool.num_pages)
         assert pool.num_free == pool.num_pages
@@ -421,7 +424,7 @@ def test_neighbours_of_every_kind_are_not_felt(
     outputs = run_clients([client(request, *benches) for request in REQUESTS], *benches)
     assert_equal(outputs, alone)
     assert max(len(segments) for segments in benches[0].model.passes) >= 4
-    assert [bench.scheduler.num_preemptions for bench in benches] == [0, 0]
+    assert [bench.scheduler.residents.num_preemptions for bench in benches] == [0, 0]
 
 
 def test_identical_prompts_that_arrive_together_are_fed_once(target: LoadedModel) -> None:
@@ -542,7 +545,7 @@ def test_a_resumed_session_does_not_stop_running_ones(target: LoadedModel) -> No
     bench = Bench(target, rows=64)
     resumed = bench.open(Request(tuple(prompt(400)), bypass=True), "resumed")
     bench.run(Prefill(resumed.sequence))
-    bench.scheduler._preempt(resumed.sequence)
+    bench.scheduler.residents.preempt(resumed.sequence)
     verification = bench.add(Verification(resumed, [3, 4], []))
     running = [Runner(bench, bench.open(Request((5, index))), 3) for index in range(6)]
     for each in running:
@@ -566,7 +569,7 @@ def test_the_youngest_waits_for_pages_and_then_gets_them(target: LoadedModel) ->
     waiting = bench.add(Prefill(third.sequence))
     assert not bench.step()
     assert not waiting.done
-    assert bench.scheduler.num_preemptions == 0
+    assert bench.scheduler.residents.num_preemptions == 0
     bench.close(first)
     assert bench.step()
     assert waiting.done
@@ -579,7 +582,7 @@ def test_the_oldest_takes_pages_from_the_youngest(target: LoadedModel) -> None:
     bench.run(*(Prefill(session.sequence) for session in sessions))
     (outcome,) = bench.run(Verification(sessions[0], [5] * 8, []))
     assert isinstance(outcome, Verified)
-    assert bench.scheduler.num_preemptions == 1
+    assert bench.scheduler.residents.num_preemptions == 1
     assert [len(session.sequence.pages) for session in sessions] == [pages_for(61), 4, 0]
 
 
@@ -590,8 +593,8 @@ def test_cached_prefixes_go_before_sessions_do(target: LoadedModel) -> None:
     bench.close(gone)
     sessions = [bench.open(Request(tuple(prompt(90, i)), bypass=True)) for i in (2, 3)]
     bench.run(*(Prefill(session.sequence) for session in sessions))
-    assert bench.scheduler.num_preemptions == 0
-    assert bench.scheduler.prefixes.num_pages == 0
+    assert bench.scheduler.residents.num_preemptions == 0
+    assert bench.scheduler.residents.prefixes.num_pages == 0
 
 
 def test_who_cannot_have_enough_takes_nothing_from_others(target: LoadedModel) -> None:
@@ -661,10 +664,10 @@ def test_a_lone_session_can_use_the_whole_pool(target: LoadedModel) -> None:
     bench.step()
     bench.close(other)
     assert not prefill.done
-    assert bench.scheduler.prefixes.num_pages == 5
+    assert bench.scheduler.residents.prefixes.num_pages == 5
     bench.run(prefill)
     # What both computed is held once.
-    assert bench.scheduler.pool.num_free == 20 - pages_for(199)
+    assert bench.scheduler.residents.pool.num_free == 20 - pages_for(199)
     session.sequence.commit(200, text[200:])
     (outcome,) = bench.run(Verification(session, [], []))
     assert isinstance(outcome, Verified)
@@ -678,7 +681,7 @@ def test_preempted_sessions_lose_nothing(
     benches = Bench(target, pages=pages, rows=rows), Bench(drafter, pages=pages, rows=rows)
     outputs = run_clients([client(request, *benches) for request in REQUESTS], *benches)
     assert_equal(outputs, alone)
-    assert min(bench.scheduler.num_preemptions for bench in benches) > 0
+    assert min(bench.scheduler.residents.num_preemptions for bench in benches) > 0
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
@@ -695,16 +698,16 @@ def test_a_preemption_at_any_time_is_not_felt(
         benches = Bench(target), Bench(drafter)
 
         def preempt(bench: Bench, every: int = every) -> None:
-            for sequence in bench.scheduler._sequences:
+            for sequence in bench.scheduler.residents.sequences:
                 if every and sequence.pages and len(bench.model.passes) % every == 0:
-                    bench.scheduler._preempt(sequence)
-                    bench.scheduler.check_integrity()
-                    known = bench.scheduler.prefixes.num_pages
+                    bench.scheduler.residents.preempt(sequence)
+                    bench.scheduler.residents.check_integrity()
+                    known = bench.scheduler.residents.prefixes.num_pages
                     assert known <= (sequence.committed_length // PAGE_SIZE if not bypass else 0)
 
         outputs += run_clients([client(request, *benches)], *benches, between=preempt)
         if every:
-            assert min(bench.scheduler.num_preemptions for bench in benches) > 0
+            assert min(bench.scheduler.residents.num_preemptions for bench in benches) > 0
     for other in outputs[1:]:
         assert other.rounds == outputs[0].rounds
         assert other.prompt_logprobs == pytest.approx(outputs[0].prompt_logprobs, abs=1e-4)
@@ -719,7 +722,7 @@ def test_a_preemption_amid_prompt_logprobs_starts_them_anew(target: LoadedModel)
         while not prefill.done:
             bench.step()
             if len(bench.model.passes) == after:
-                bench.scheduler._preempt(session.sequence)
+                bench.scheduler.residents.preempt(session.sequence)
         found.append([each.logprob for each in prefill.result])
         assert len(bench.model.passes) == 4 + (after or 0)
     assert len(found[0]) == 199
@@ -739,7 +742,7 @@ def test_a_preemption_amid_a_block_starts_it_anew(target: LoadedModel) -> None:
         while not work.done:
             bench.step()
             if len(bench.model.passes) - count == after:
-                bench.scheduler._preempt(session.sequence)
+                bench.scheduler.residents.preempt(session.sequence)
         assert work.error is None
         outcomes.append(work.result)
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -755,7 +758,7 @@ def test_drafted_tokens_are_never_shared(target: LoadedModel) -> None:
     tokens = list(session.sequence.tokens)
     assert len(tokens) == 70
     bench.close(session)
-    assert len(bench.scheduler.prefixes.peek(tokens, "")) == 20 // PAGE_SIZE
+    assert len(bench.scheduler.residents.prefixes.peek(tokens, "")) == 20 // PAGE_SIZE
     bench.assert_nothing_is_left()
 
 
@@ -808,7 +811,7 @@ def test_a_failing_pass_fails_a_prefill_but_not_who_runs_beside_it(target: Loade
     assert all(isinstance(outcome, Verified) for outcome in outcomes)
     bench.close(late)
     # What never was fed is not in the cache.
-    assert bench.scheduler.prefixes.peek(prompt(30, 9), "") == []
+    assert bench.scheduler.residents.prefixes.peek(prompt(30, 9), "") == []
 
 
 def test_a_work_that_cannot_start_or_take_fails_alone(target: LoadedModel) -> None:
@@ -1063,7 +1066,7 @@ async def test_closing_the_thread_in_a_pass_ends_it(target: LoadedModel) -> None
     await asyncio.to_thread(running.join, 5)
     assert not running.is_alive()
     waiting.cancel()
-    bench.scheduler.check_integrity()
+    bench.scheduler.residents.check_integrity()
 
 
 async def test_a_thread_whose_works_all_wait_for_an_idle_session_sleeps(

@@ -120,7 +120,7 @@ class ModelRuntime:
             )
             contract = SessionContract(opening, self.info)
             sequence = CachedSequence(
-                self.scheduler.pool,
+                self.scheduler.residents.pool,
                 [*opening.prompt_token_ids, *opening.committed_token_ids],
                 salt=opening.prefix_cache.salt,
                 shared=not opening.prefix_cache.bypass,

@@ -8,15 +8,10 @@ from collections.abc import Callable, Sequence
 
 from specdec.lm.model import CausalLM
 from specdec.lm.pace import Paces
-from specdec.lm.pages import PAGE_SIZE, PagePool, pages_for
-from specdec.lm.prefix_cache import PrefixCache
+from specdec.lm.pages import PAGE_SIZE, pages_for
+from specdec.lm.residents import Residents
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.work import Prefill, Work, failing
-
-IDLE_SECONDS = 1.0
-"""A session without work for so long yields its pages to whoever needs them."""
-_EVICTED_AT_ONCE = 32
-"""Pages. A full cache is the steady state, and need not be searched for every page."""
 
 
 class Scheduler:
@@ -32,18 +27,13 @@ class Scheduler:
         """
         self._model = model
         self.max_rows = model.fixed_rows or max_rows
-        self.pool = PagePool(num_pages)
-        self.prefixes = PrefixCache(self.pool)
+        self.residents = Residents(num_pages)
         model.allocate(num_pages)
-        self._sequences: list[CachedSequence] = []
-        """Of the open sessions, the oldest first."""
         self._works: list[Work] = []
         """In the order of their arrival."""
         self._paces = Paces()
         self._first: Work | None = None
         """The work of the oldest session that the last pass had no pages for."""
-        self._num_opened = 0
-        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -51,17 +41,14 @@ class Scheduler:
         return bool(self._works)
 
     def open(self, sequence: CachedSequence) -> None:
-        """Begins a session, the youngest so far. Its sequence must be of this scheduler's pool."""
-        self._num_opened += 1
-        sequence.number = self._num_opened
-        self._sequences.append(sequence)
+        """Begins a session, the youngest so far. Its sequence must be of the residents' pool."""
+        self.residents.open(sequence)
 
     def close(self, sequence: CachedSequence) -> None:
         """Ends a session: its work is dropped, its pages go to the prefix cache or the pool."""
         self._works = [work for work in self._works if work.sequence is not sequence]
-        self._sequences.remove(sequence)
         self._paces.closed(sequence)
-        self._release(sequence)
+        self.residents.close(sequence)
 
     def add(self, work: Work, ended: Callable[[], None]) -> None:
         """Queues a work.
@@ -125,16 +112,6 @@ class Scheduler:
             work.ended()
         return bool(ended)
 
-    def check_integrity(self) -> None:
-        """Compares the pool's books with all who hold pages.
-
-        Raises:
-            IntegrityError: they differ.
-        """
-        self.pool.check_integrity(
-            [*(sequence.pages for sequence in self._sequences), self.prefixes.pages]
-        )
-
     # Who goes next.
 
     def _choose(self) -> list[tuple[Work, int]]:
@@ -189,9 +166,9 @@ class Scheduler:
         sequence = work.sequence
         if budget <= 0:
             return 0
+        work.notice_losses()
         if sequence.shared and not sequence.pages:
-            limit = work.end - work.num_logits
-            sequence.adopt(self.prefixes.match(sequence.tokens[:limit], sequence.salt))
+            self.residents.adopt(sequence, work.end - work.num_logits)
             if work.begun is None:
                 sequence.reused_length = sequence.cached_length
         if work.missing == 0:
@@ -201,11 +178,11 @@ class Scheduler:
         needed = pages_for(sequence.cached_length + count) - len(sequence.pages)
         if needed > 0:
             busy = {id(chosen_work.sequence) for chosen_work, _ in chosen}
-            if not self._make_room(needed, work, busy):
+            in_all = pages_for(work.end + work.tail) - len(sequence.pages)
+            fresh = self.residents.provide(sequence, needed, in_all, busy)
+            if not fresh:
                 short.append(work)
                 return 0
-            fresh = self.pool.allocate(needed, sequence.pages[-1] if sequence.pages else None)
-            sequence.pages += fresh
             self._model.clear(fresh)
         chosen.append((work, count))
         return count
@@ -214,7 +191,7 @@ class Scheduler:
         """Whether another prefill is about to share with this one more than is cached so far."""
         if not sequence.shared or sequence.pages:
             return False
-        begin = len(self.prefixes.peek(sequence.tokens[:-1], sequence.salt)) * PAGE_SIZE
+        begin = len(self.residents.prefixes.peek(sequence.tokens[:-1], sequence.salt)) * PAGE_SIZE
         end = begin + PAGE_SIZE
         return end < len(sequence.tokens) and any(
             other.shared
@@ -223,68 +200,6 @@ class Scheduler:
             and other.tokens[:end] == sequence.tokens[:end]
             for other in started
         )
-
-    def _make_room(self, needed: int, work: Work, busy: set[int]) -> bool:
-        """Frees pages for a work: from the prefix cache, then from other sessions.
-
-        If all of these are not enough for it to come to its end, none is freed: it would only keep
-        others waiting.
-        """
-        sequence = work.sequence
-        total = pages_for(work.end + work.tail) - len(sequence.pages)
-        if total <= self.pool.num_free:
-            return True
-        victims, kept = self._victims(sequence, busy)
-        if total > self.pool.num_pages - len(kept):
-            return False
-        while self.pool.num_free < needed:
-            at_once = min(_EVICTED_AT_ONCE, self.pool.num_pages // 64)
-            if not self.prefixes.evict(max(needed - self.pool.num_free, at_once)):
-                self._preempt(victims.pop())
-        return True
-
-    def _victims(
-        self, sequence: CachedSequence, busy: set[int]
-    ) -> tuple[list[CachedSequence], set[int]]:
-        """Whose pages a sequence may have, the first to lose theirs last; and the pages of others.
-
-        These are the younger sessions, the youngest of them first, but before them sessions of any
-        age that rest: they may wait for just this one, or for a client that does not read.
-        """
-        younger: list[CachedSequence] = []
-        resting: list[CachedSequence] = []
-        kept: set[int] = set()
-        latest = time.monotonic() - IDLE_SECONDS
-        is_younger = False
-        for other in self._sequences:
-            if id(other) not in busy and other.idle_since < latest:
-                resting.append(other)
-            elif id(other) not in busy and is_younger:
-                younger.append(other)
-            else:
-                kept.update(other.pages)
-            is_younger = is_younger or other is sequence
-        return [each for each in (*younger, *resting) if each.pages], kept
-
-    def _preempt(self, victim: CachedSequence) -> None:
-        """Takes a session's pages. Its tokens stay, and are fed again when their turn comes."""
-        self.num_preemptions += 1
-        self._release(victim)
-        for work in self._works:
-            if work.sequence is victim:
-                work.restart()
-
-    def _release(self, sequence: CachedSequence) -> None:
-        self._publish(sequence)
-        sequence.truncate(0)
-
-    def _publish(self, sequence: CachedSequence) -> None:
-        if sequence.shared:
-            length = sequence.stable_length
-            known = self.prefixes.insert(sequence.tokens[:length], sequence.pages, sequence.salt)
-            # Who holds a page in the cache holds all that it continues: whatever no session holds
-            # can then be evicted.
-            sequence.replace(known)
 
     # The pass.
 
@@ -310,7 +225,7 @@ class Scheduler:
         """Goes on with works that were fed to their end, all of a class together."""
         for work in works:
             if isinstance(work, Prefill):
-                self._publish(work.sequence)
+                self.residents.publish(work.sequence)
         for kind in dict.fromkeys(type(work) for work in works):
             members = [work for work in works if type(work) is kind]
             try:

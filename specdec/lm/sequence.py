@@ -31,6 +31,8 @@ class CachedSequence:
         self.cached_length = 0
         self.committed_length = len(self.tokens)
         """The tokens from here on are drafts."""
+        self.num_losses = 0
+        """How often its pages were taken away."""
         self.number = 0
         """Its place in the order in which the scheduler's sessions were opened."""
         self.reused_length = 0

@@ -12,7 +12,8 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import structlog
 import torch
 
-from specdec.lm.scheduler import IDLE_SECONDS, Scheduler
+from specdec.lm.residents import IDLE_SECONDS
+from specdec.lm.scheduler import Scheduler
 from specdec.lm.work import Work
 from specdec.v1 import common_pb2
 

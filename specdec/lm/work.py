@@ -30,6 +30,7 @@ class Work(ABC):
 
     def __init__(self, sequence: CachedSequence) -> None:
         self.sequence = sequence
+        self._num_losses = sequence.num_losses
         self.asked = time.monotonic()
         """When it was wanted."""
         self.result: Any = None
@@ -69,6 +70,12 @@ class Work(ABC):
     def take(self, logits: torch.Tensor) -> None:
         """Receives the logits of one pass."""
         self.logits.append(logits)
+
+    def notice_losses(self) -> None:
+        """Restarts if the sequence lost its pages meanwhile."""
+        if self._num_losses != self.sequence.num_losses:
+            self._num_losses = self.sequence.num_losses
+            self.restart()
 
     def restart(self) -> None:
         """Forgets what it received: its sequence lost its pages, and all is fed again."""
