@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from specdec.lm.randomness import CACHED_NUMBERS
 from specdec.v1 import common_pb2
 
 _TOP_P_FIRST_LOOK = 1024
@@ -94,13 +95,14 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         float64 [R, V]. `softmax` of it is the distribution p (or q) of the acceptance rules. A
         row in which everything is forbidden is NaN.
     """
-    if logits.device.type != "cpu" or len(logits) == 1:
+    block = CACHED_NUMBERS // logits.shape[-1] or 1
+    if logits.device.type != "cpu" or len(logits) <= block:
         return _process(logits, rows)
-    # One row at a time stays in the cache, and takes a fraction of the time of all together.
-    scores = torch.empty(logits.shape, dtype=torch.float64)
-    for row in range(len(logits)):
-        scores[row] = _process(logits[row : row + 1], rows.part(row, row + 1))[0]
-    return scores
+    parts = [
+        _process(logits[begin : begin + block], rows.part(begin, begin + block))
+        for begin in range(0, len(logits), block)
+    ]
+    return torch.cat(parts)
 
 
 def _process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -14,6 +14,9 @@ from enum import IntEnum
 
 import torch
 
+CACHED_NUMBERS = 1 << 16
+"""So many at a time stay in a CPU's cache, and take half as long as all at once."""
+
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -91,12 +94,16 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     Returns:
         float64 of shape [..., N]: −log(−log U), always finite.
     """
-    if keys.device.type == "cpu" and keys.numel() > 1:
-        # One row at a time stays in the cache, and takes half as long.
-        rows = token_ids.expand(*keys.shape, token_ids.shape[-1]).reshape(keys.numel(), -1)
-        noise = [_gumbel(k, ids) for k, ids in zip(keys.flatten(), rows, strict=True)]
-        return torch.stack(noise).view(*keys.shape, -1)
-    return _gumbel(keys, token_ids)
+    size = token_ids.shape[-1]
+    block = CACHED_NUMBERS // size or 1
+    if keys.device.type != "cpu" or keys.numel() <= block:
+        return _gumbel(keys, token_ids)
+    parts = keys.flatten().split(block)
+    ids = [token_ids] * len(parts)
+    if token_ids.dim() > 1:
+        ids = list(token_ids.expand(*keys.shape, size).reshape(-1, size).split(block))
+    noise = [_gumbel(part, tokens) for part, tokens in zip(parts, ids, strict=True)]
+    return torch.cat(noise).view(*keys.shape, size)
 
 
 def _gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
