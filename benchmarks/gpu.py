@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks.synthetic import Block, Draft, do
+from benchmarks.synthetic import Block, Draft, do, record_calls
 from specdec.lm.architecture import runnable
 from specdec.lm.batch import Segment
+from specdec.lm.graphs import record_cuda_graph
 from specdec.lm.model import CausalLM
 from specdec.lm.pages import pages_for
 from specdec.lm.scheduler import Scheduler
@@ -95,6 +96,7 @@ class Device:
 
     def __init__(self) -> None:
         self.cuda = torch.cuda.is_available()
+        self.record = record_cuda_graph if self.cuda else record_calls
         self.device = torch.device("cuda" if self.cuda else "cpu")
         self.name = torch.cuda.get_device_name() if self.cuda else "cpu"
 
@@ -210,8 +212,7 @@ def run(size: Size, k: int, alpha: float) -> dict[str, Any]:
     schedulers: list[Scheduler] = []
     for model in models.values():
         scheduler = Scheduler(model, num_pages, 8192)
-        if device.cuda:
-            model.record_graphs(num_pages)
+        model.record_graphs(num_pages, device.record)
         schedulers.append(scheduler)
     result["tokens_s"] = {}
     for batch in size.batches:
@@ -243,10 +244,9 @@ def _passes(
     measured: dict[str, Any] = {
         "passes_unrecorded": {str(b): [plain[b, 1], plain[b, k + 1]] for b in size.batches}
     }
-    if device.cuda:
-        begun = time.perf_counter()
-        model.record_graphs(num_pages)
-        measured["recording_seconds"] = time.perf_counter() - begun
+    begun = time.perf_counter()
+    model.record_graphs(num_pages, device.record)
+    measured["recording_seconds"] = time.perf_counter() - begun
     recorded = time_all()
     measured["passes"] = {str(b): [recorded[b, 1], recorded[b, k + 1]] for b in size.batches}
     differences = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,18 @@ import torch
 from specdec.lm.scheduler import Scheduler
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.work import Work
+
+
+def record_calls(
+    function: Callable[[], torch.Tensor],
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A recording without a GPU: the replay is a call on the same tensors."""
+    result = function()
+
+    def replay() -> None:
+        result.copy_(function())
+
+    return result, replay
 
 
 class Block(Work):

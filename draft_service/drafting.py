@@ -62,24 +62,26 @@ class Proposing(Work):
             self.finish(self._draft)
 
     @property
-    def tail(self) -> int:  # type: ignore[override]
+    def tail(self) -> int:
         return self._num_draft_tokens - len(self._draft.token_ids) - 1
 
     @classmethod
     def consume(cls, works: Sequence[Proposing]) -> None:
         """Samples the next token of many sessions together."""
-        plain = [work for work in works if work._history.is_plain_greedy]
+        plain: list[Proposing] = []
+        processed: list[tuple[Proposing, torch.Tensor, Rows]] = []
+        for work in works:
+            if work._history.is_plain_greedy:
+                plain.append(work)
+                continue
+            with failing(work):
+                drafted = work._draft.token_ids
+                rows = work._history.rows(drafted, first=len(drafted))
+                processed.append((work, work.collect(), rows))
         if plain:
             tokens = torch.cat([work.collect() for work in plain]).float().argmax(dim=-1)
             for work, token_id in zip(plain, tokens.tolist(), strict=True):
                 work._append(token_id)
-        processed: list[tuple[Proposing, torch.Tensor, Rows]] = []
-        for work in works:
-            if work not in plain:
-                with failing(work):
-                    drafted = work._draft.token_ids
-                    rows = work._history.rows(drafted, first=len(drafted))
-                    processed.append((work, work.collect(), rows))
         if processed:
             rows = join([rows for _, _, rows in processed])
             together = process(torch.cat([logits for _, logits, _ in processed]), rows)

@@ -22,6 +22,8 @@ def test_every_measurement_is_made(tmp_path: Path) -> None:
         for passes in (found["passes"], found["passes_unrecorded"]):
             assert passes.keys() == batches
             assert all(ms > 0 for pair in passes.values() for ms in pair)
-        assert found["largest_relative_difference"] < 0.02
+        # Recorded passes are padded, so that they round in other places, and only there.
+        assert 0 <= found["largest_relative_difference"] < 0.02
+        assert found["recording_seconds"] > 0
         assert found["share_of_bandwidth"] > 0
     assert result["target"]["weights_gb"] > result["draft"]["weights_gb"] > 0

@@ -12,21 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.synthetic import record_calls
 from specdec.lm.batch import Segment
 from specdec.lm.graphs import BUCKETS
 from specdec.lm.loading import load
 from specdec.lm.model import CausalLM
 
 NUM_PAGES = 40
-
-
-def record(function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-    result = function()
-
-    def replay() -> None:
-        result.copy_(function())
-
-    return result, replay
 
 
 def make(folder: Path) -> CausalLM:
@@ -55,7 +47,7 @@ PASSES = {
 def models(target_folder: Path) -> tuple[CausalLM, CausalLM]:
     plain, recorded = make(target_folder), make(target_folder)
     told: list[tuple[int, int]] = []
-    recorded.record_graphs(NUM_PAGES, record, lambda done, total: told.append((done, total)))
+    recorded.record_graphs(NUM_PAGES, record_calls, lambda done, total: told.append((done, total)))
     assert [done for done, _ in told] == list(range(1, told[0][1] + 1))
     assert told[0][1] == sum(
         bucket.pages == 16 or bucket.sequences * bucket.pages <= NUM_PAGES for bucket in BUCKETS
@@ -108,7 +100,7 @@ def test_a_bucket_that_cannot_be_recorded_runs_as_it_is(target_folder: Path) -> 
         count += 1
         if count % 3:
             raise torch.OutOfMemoryError("out of memory")
-        return record(function)
+        return record_calls(function)
 
     plain, recorded = make(target_folder), make(target_folder)
     recorded.record_graphs(NUM_PAGES, often_fails)

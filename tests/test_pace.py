@@ -45,6 +45,18 @@ def go_around(
         paces.returned(sequence, clock.now)
 
 
+def leave_and_return(
+    paces: Paces, clock: Clock, first: CachedSequence, second: CachedSequence
+) -> None:
+    """A pass with both, after which the first is back and the second is still away."""
+    clock.now += 0.04
+    paces.passed(0.04, 0, goes_on=False)
+    paces.left(first)
+    paces.left(second)
+    clock.now += 0.004
+    paces.returned(first, clock.now)
+
+
 def test_a_pass_waits_for_the_session_that_is_usually_a_little_later(
     clock: Clock, pair: tuple[CachedSequence, CachedSequence]
 ) -> None:
@@ -52,12 +64,7 @@ def test_a_pass_waits_for_the_session_that_is_usually_a_little_later(
     paces = Paces()
     for _ in range(20):
         go_around(paces, clock, (first, 0.004), (second, 0.008))
-    clock.now += 0.04
-    paces.passed(0.04, 0, goes_on=False)
-    paces.left(first)
-    paces.left(second)
-    clock.now += 0.004
-    paces.returned(first, clock.now)
+    leave_and_return(paces, clock, first, second)
     # Twice its usual time, less what has passed.
     assert paces.wait_seconds() == pytest.approx(0.016 - 0.004, abs=1e-6)
     clock.now += 0.004
@@ -96,12 +103,7 @@ def test_nobody_waits_for_a_session_alone_or_unknown_or_late_or_far_away_or_clos
     assert paces.wait_seconds() == 0.0  # nobody knows yet when the second comes
     for _ in range(20):
         go_around(paces, clock, (first, 0.004), (second, 0.1))
-    clock.now += 0.04
-    paces.passed(0.04, 0, goes_on=False)
-    paces.left(first)
-    paces.left(second)
-    clock.now += 0.004
-    paces.returned(first, clock.now)
+    leave_and_return(paces, clock, first, second)
     assert paces.wait_seconds() == 0.0  # far away: half a pass is 0.02
     assert paces.num_expected() == 0  # further than a pass
     clock.now += 0.18

@@ -208,6 +208,16 @@ async def test_two_processes_of_torchrun_answer_as_one_and_end_together(
     assert events.count("stopped") == 2
 
 
+async def begin_generation(gateway: stack.Gateway) -> asyncio.Task[stack.Result]:
+    """A generation of 100 tokens that is under way."""
+    running = asyncio.create_task(
+        gateway.generate([5, 6], temperature=0.0, max_new_tokens=100, ignore_eos=True)
+    )
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    return running
+
+
 @pytest.mark.slow
 async def test_a_signal_to_all_lets_a_running_generation_complete(
     model_folder: Path, tmp_path: Path
@@ -215,11 +225,7 @@ async def test_a_signal_to_all_lets_a_running_generation_complete(
     with ranks(model_folder, tmp_path) as team:
         await team.ready()
         async with stack.gateway(team.address) as gateway:
-            running = asyncio.create_task(
-                gateway.generate([5, 6], temperature=0.0, max_new_tokens=100, ignore_eos=True)
-            )
-            await asyncio.sleep(0.05)
-            assert not running.done()
+            running = await begin_generation(gateway)
             for process in team.processes:
                 process.send_signal(signal.SIGTERM)
             assert len((await running).token_ids) == 100
@@ -244,11 +250,7 @@ async def test_the_end_of_one_process_is_the_end_of_all(
     with ranks(model_folder, tmp_path) as team:
         await team.ready()
         async with stack.gateway(team.address) as gateway:
-            running = asyncio.create_task(
-                gateway.generate([5, 6], temperature=0.0, max_new_tokens=100, ignore_eos=True)
-            )
-            await asyncio.sleep(0.05)
-            assert not running.done()
+            running = await begin_generation(gateway)
             team.processes[rank].send_signal(number)
             assert await team.statuses(20) == statuses
             await asyncio.gather(running, return_exceptions=True)

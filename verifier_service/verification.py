@@ -61,57 +61,77 @@ class Verification(Work):
         self.sequence.append(self.token_ids)
 
     @property
+    def _wants_processed(self) -> bool:
+        """Whether log-probabilities are those of what is sampled from."""
+        wanted = self._logprobs
+        return wanted is not None and wanted.mode == common_pb2.LOGPROBS_MODE_PROCESSED
+
+    @property
     def _is_plain(self) -> bool:
-        processed = (
-            self._logprobs is not None and self._logprobs.mode == common_pb2.LOGPROBS_MODE_PROCESSED
-        )
-        return self.history.is_plain_greedy and not processed
+        return self.history.is_plain_greedy and not self._wants_processed
 
     @classmethod
     def consume(cls, works: Sequence[Verification]) -> None:
         """Decides about the blocks of many sessions together."""
-        plain = [work for work in works if work._is_plain]
-        if plain:
-            blocks = [work.collect() for work in plain]
-            best, y = torch.cat(blocks).float().max(dim=-1)
-            sizes = [len(block) for block in blocks]
-            for work, logits, top, tokens in zip(
-                plain, blocks, best.split(sizes), y.split(sizes), strict=True
-            ):
-                with failing(work):
-                    _require_numbers(top)
-                    outcome = acceptance.match(tokens, _tensor(work.token_ids, logits.device))
-                    work._commit(outcome, logits, logits)
-        processed: list[tuple[Verification, torch.Tensor, Rows]] = []
+        plain: dict[int, list[Verification]] = {}
+        processed: list[Verification] = []
         for work in works:
-            if not work.done and work not in plain:
-                with failing(work):
-                    logits = work.collect()
-                    _require_numbers(logits.amax(dim=-1))
-                    processed.append((work, logits, work.history.rows(work.token_ids)))
+            if work._is_plain:
+                plain.setdefault(work.num_logits, []).append(work)
+            else:
+                processed.append(work)
+        for blocks in plain.values():
+            cls._match(blocks)
         if processed:
-            rows = join([rows for _, _, rows in processed])
-            together = process(torch.cat([logits for _, logits, _ in processed]), rows)
-            parts = together.split([len(logits) for _, logits, _ in processed])
-            for (work, logits, _), scores in zip(processed, parts, strict=True):
-                with failing(work):
-                    work._commit(work._accept(scores), logits, scores)
+            cls._process(processed)
 
-    def _commit(
-        self, outcome: acceptance.Outcome, logits: torch.Tensor, scores: torch.Tensor
-    ) -> None:
-        n, y = int(outcome.num_accepted), int(outcome.next_token)
-        if not bool(scores[n, y].isfinite()):
-            raise FloatingPointError("the request's masks leave no token to sample")
+    @classmethod
+    def _match(cls, works: Sequence[Verification]) -> None:
+        """Blocks of one size whose tokens are the argmax of the logits as they are.
+
+        There is one look at the device for all of them: on a GPU each look waits for it.
+        """
+        blocks = [work.collect() for work in works]
+        best, y = torch.stack(blocks).float().max(dim=-1)
+        x = _tensor([work.token_ids for work in works], y.device).view(len(works), -1)
+        outcome = acceptance.match(y, x)
+        finite = best.isfinite().all(dim=-1)
+        found = torch.stack([outcome.num_accepted, outcome.next_token, finite.long()]).T.tolist()
+        for work, logits, (n, token_id, numbers) in zip(works, blocks, found, strict=True):
+            with failing(work):
+                _require_numbers(bool(numbers))
+                work._commit(n, token_id, logits)
+
+    @classmethod
+    def _process(cls, works: Sequence[Verification]) -> None:
+        """Blocks with processors or random draws."""
+        ready: list[tuple[Verification, torch.Tensor, Rows]] = []
+        for work in works:
+            with failing(work):
+                logits = work.collect()
+                _require_numbers(bool(logits.amax(dim=-1).isfinite().all()))
+                ready.append((work, logits, work.history.rows(work.token_ids)))
+        if not ready:
+            return
+        rows = join([rows for _, _, rows in ready])
+        together = process(torch.cat([logits for _, logits, _ in ready]), rows)
+        parts = together.split([len(logits) for _, logits, _ in ready])
+        for (work, logits, _), scores in zip(ready, parts, strict=True):
+            with failing(work):
+                outcome = work._accept(scores)
+                n, y = int(outcome.num_accepted), int(outcome.next_token)
+                if not bool(scores[n, y].isfinite()):
+                    raise FloatingPointError("the request's masks leave no token to sample")
+                work._commit(n, y, scores if work._wants_processed else logits)
+
+    def _commit(self, n: int, y: int, scored: torch.Tensor) -> None:
+        """Commits what stands. `scored` [K + 1, V]: what log-probabilities are taken from."""
         emitted = [*self.token_ids[:n], y]
         self.sequence.commit(self._base_length, emitted)
         self.history.commit(emitted)
         found = []
         if self._logprobs is not None:
-            processed = self._logprobs.mode == common_pb2.LOGPROBS_MODE_PROCESSED
-            found = token_logprobs(
-                (scores if processed else logits)[: n + 1], emitted, self._logprobs.num_top
-            )
+            found = token_logprobs(scored[: n + 1], emitted, self._logprobs.num_top)
         self.finish(Verified(n, y, found))
 
     def _accept(self, scores: torch.Tensor) -> acceptance.Outcome:
@@ -134,13 +154,12 @@ class Verification(Work):
         return rule(p, densify(self._distributions, p.shape[-1]).to(device), x, coins, u)
 
 
-def _require_numbers(best: torch.Tensor) -> None:
-    """Takes the largest logit of each row."""
-    if not bool(best.isfinite().all()):
+def _require_numbers(finite: bool) -> None:
+    if not finite:
         raise FloatingPointError("the target's logits are not finite numbers")
 
 
-def _tensor(token_ids: list[int], device: torch.device) -> torch.Tensor:
+def _tensor(token_ids: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
     return torch.tensor(token_ids, dtype=torch.int64, device=device)
 
 

@@ -121,6 +121,9 @@ def _line_for_people(event: dict[str, Any]) -> str:
             return f"listening on {event['address']}"
         case "ready" if "seconds" in event:
             return f"ready after {event['seconds']} s: {event['dtype']} on {event['device']}"
+        case "KV cache":
+            size = f"{event['bytes'] / 2**30:.1f} GiB"
+            return f"KV cache of {event['tokens']:,} tokens, {event['pages']:,} pages, {size}"
         case "ready":
             return "ready"
         case "peer" if event.get("state") == "READY":

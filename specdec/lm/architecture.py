@@ -78,7 +78,10 @@ def runnable(
     limit = 0.01 if found.dtype == torch.float32 else 0.3
     expected = expected[:, : found.shape[1]]
     if (found.float() - expected).norm() > limit * expected.norm():
-        raise ModelLoadError(_cannot_rewind(config))
+        raise ModelLoadError(
+            f"architecture {config.model_type!r} is not supported: fed in pieces, with a rollback, "
+            f"it does not compute what its own forward pass does; choose {_SUPPORTED}"
+        )
     return ready
 
 

@@ -94,8 +94,6 @@ class Batch:
     """They cover all rows but the padding."""
     logit_rows: torch.Tensor
     """int64 [M], the rows whose logits are wanted."""
-    deterministic: bool = False
-    """Whether attention treats each row by itself."""
 
 
 def pack(
@@ -111,7 +109,7 @@ def pack(
         segments: at least one.
         device: of the tensors.
         num_rows: pads with rows that nobody reads, up to so many.
-        deterministic: see `Batch`.
+        deterministic: whether attention treats each row by itself.
     """
     keyed: dict[tuple[int, ...], list[int]] = {}
     for index, segment in enumerate(segments):
@@ -150,7 +148,6 @@ def pack(
             for rows, members in parts
         ],
         logit_rows=tensor(logit_rows),
-        deterministic=deterministic,
     )
 
 

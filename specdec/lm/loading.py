@@ -153,6 +153,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.type == "cuda":
+            # What this thread does without naming a device, such as recording graphs, is for it.
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ModelLoadError(f"device {name!r} cannot be used: {reason}") from error

@@ -149,6 +149,8 @@ class Scheduler:
         started: list[CachedSequence] = []
         waiting = sum(work.missing for work in prompts[1:])
         for index, work in enumerate(prompts):
+            if budget <= 0:
+                break
             if isinstance(work, Prefill):
                 if self._waits_for(work.sequence, started):
                     continue

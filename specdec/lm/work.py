@@ -23,8 +23,6 @@ class Work(ABC):
 
     num_logits = 1
     """For how many of the last pending tokens logits are wanted."""
-    tail = 0
-    """How many tokens it will append to those that are pending now."""
     max_rows: int | None = None
     """How many rows it may have in one pass; None for no limit of its own."""
 
@@ -53,6 +51,11 @@ class Work(ABC):
     def missing(self) -> int:
         """How many tokens are still to be fed."""
         return self.end - self.sequence.cached_length
+
+    @property
+    def tail(self) -> int:
+        """How many tokens it will append to those that are pending now."""
+        return 0
 
     def segment(self, count: int) -> Segment:
         """The next `count` rows."""
