@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
+from pydantic_settings import CliToggleFlag
 
 from specdec.settings import ServiceSettings
 
@@ -38,7 +39,7 @@ class ModelServiceSettings(ServiceSettings):
         ge=16,
         description="token budget of a forward pass over all sessions; 32 if deterministic",
     )
-    deterministic: bool = Field(
+    deterministic: CliToggleFlag[bool] = Field(
         False,
         description="whether greedy and COUPLED requests give the same tokens whatever runs beside "
         "them; slower",
