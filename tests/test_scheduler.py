@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from draft_service.drafting import Draft, Proposing
+from draft_service.drafter import Draft
+from draft_service.drafting import Proposing
 from specdec.lm import residents, thread
 from specdec.lm.batch import Segment
 from specdec.lm.grammar import GrammarCompiler
@@ -28,7 +29,6 @@ from specdec.lm.scheduler import Scheduler
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.thread import ModelThread
 from specdec.lm.work import Prefill, Work
-from specdec.sessions import SessionContract
 from specdec.v1 import common_pb2
 from specdec.v1.common_pb2 import Grammar, Sampling
 from tests.processing import resolved
@@ -139,8 +139,7 @@ class Bench:
             shared=not request.bypass,
         )
         self.scheduler.open(sequence)
-        contract = SessionContract.__new__(SessionContract)  # the works do not ask it
-        session = Session(opening, contract, sequence, history, common_pb2.Opened())
+        session = Session(opening, sequence, history, common_pb2.Opened())
         if name:
             self.names[name] = session
         return session
@@ -760,6 +759,34 @@ def test_drafted_tokens_are_never_shared(target: LoadedModel) -> None:
     bench.close(session)
     assert len(bench.scheduler.residents.prefixes.peek(tokens, "")) == 20 // PAGE_SIZE
     bench.assert_nothing_is_left()
+
+
+def test_a_rollback_after_a_preemption_writes_to_no_shared_page(target: LoadedModel) -> None:
+    """While a proposal waits for its pages, another session may publish the very tokens that it has
+    drafted. They are not its own to overwrite when the target rejects them."""
+    bench = Bench(target)
+    session = bench.open(Request(tuple(prompt(20))))
+    bench.run(Prefill(session.sequence))
+    proposing = bench.add(Proposing(session, 60, TOP_N))
+    for _ in range(50):
+        bench.step()
+    bench.scheduler.residents.preempt(session.sequence)
+    other = bench.open(Request(tuple(session.sequence.tokens)))
+    bench.scheduler._works.remove(proposing)
+    bench.run(Prefill(other.sequence))
+    bench.scheduler._works.append(proposing)
+    bench.run(proposing)
+    shared = set(other.sequence.pages)
+    passes = len(bench.model.passes)
+    bench.run(Proposing(session, 3, TOP_N, (20, [7, 8])))
+    written = [
+        page
+        for segments in bench.model.passes[passes:]
+        for segment in segments
+        for page in segment.pages[segment.start // PAGE_SIZE :]
+    ]
+    assert written
+    assert not shared & set(written)
 
 
 # Failures.

@@ -170,7 +170,9 @@ class Scheduler:
             return 0
         work.notice_losses()
         if sequence.shared and not sequence.pages:
-            self.residents.adopt(sequence, work.end - work.num_logits)
+            # Not of its drafted tokens: these may be rolled back, and shared pages are not written.
+            committed = sequence.committed_length
+            self.residents.adopt(sequence, min(work.end - work.num_logits, committed))
             if work.begun is None:
                 sequence.reused_length = sequence.cached_length
         if work.missing == 0:
