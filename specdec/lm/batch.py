@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +10,8 @@ import torch
 
 from specdec.lm.pages import PAGE_SIZE, ZERO_PAGE, pages_for
 
+_GATHERED_ON_CPU = 8192
+"""Tokens. The keys and values that attention gathers at a time should stay in a CPU's cache."""
 KEY_SPLIT = 512
 """Deterministic attention reads keys in blocks of so many, whatever the length."""
 
@@ -114,12 +116,15 @@ def pack(
     keyed: dict[tuple[int, ...], list[int]] = {}
     for index, segment in enumerate(segments):
         keyed.setdefault(_group_key(index, segment, deterministic), []).append(index)
+    grouped = list(keyed.values())
+    if device.type == "cpu":
+        grouped = [part for members in grouped for part in _parted(members, segments)]
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     first_row = [0] * len(segments)
     parts: list[tuple[slice, list[Segment]]] = []
-    for members in keyed.values():
+    for members in grouped:
         begin = len(token_ids)
         for index in members:
             segment = segments[index]
@@ -184,6 +189,14 @@ def _group(
         sees_all=len(members) == 1 and rows_each == 1 and not deterministic,
         keys_of_rows=keys_of_rows,
     )
+
+
+def _parted(members: list[int], segments: Sequence[Segment]) -> Iterator[list[int]]:
+    """Splits a group by how much is gathered for it."""
+    longest = max(segments[i].start + len(segments[i].token_ids) for i in members)
+    at_once = max(1, _GATHERED_ON_CPU // longest)
+    for begin in range(0, len(members), at_once):
+        yield members[begin : begin + at_once]
 
 
 def _group_key(index: int, segment: Segment, deterministic: bool) -> tuple[int, ...]:
