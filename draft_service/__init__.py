@@ -1,1 +1,1 @@
-"""The draft service: a small model that proposes tokens for a target model to verify."""
+"""The draft service: a small model, or something simpler, that proposes tokens to verify."""

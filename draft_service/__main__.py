@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
-from draft_service.settings import EMBEDDED_DRAFT_LAYERS, DraftSettings
+import structlog
+
+from draft_service.registry import make_drafter
+from draft_service.service import DraftServicer
+from draft_service.settings import DraftSettings
 from specdec import logs, serving, settings
 from specdec.services import DRAFT
 from specdec.v1 import draft_pb2_grpc
+
+_log = structlog.get_logger()
+
+
+async def serve(config: DraftSettings, servicer: DraftServicer) -> None:
+    """Serves until cancelled. Health answers while a model loads, NOT_SERVING until it is warm.
+
+    Raises:
+        StartError: the port or a drafter cannot be had.
+    """
+    drafter = make_drafter(config)
+    listening = serving.listening(
+        config,
+        DRAFT,
+        lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server),
+    )
+    # Entered by who listens already, it ends after the calls that may finish.
+    async with AsyncExitStack() as outlives_the_server, listening as (port, health):
+        _log.info("listening", address=f"{config.host}:{port}")
+        facts = await outlives_the_server.enter_async_context(drafter.running())
+        servicer.drafter = drafter
+        await health.set(True)
+        _log.info("ready", drafters=", ".join(config.drafters), **facts)
+        await asyncio.Event().wait()
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the service with the given command line until a signal comes."""
     config = settings.load(DraftSettings, arguments)
     logs.configure("draft", config.log_level, config.log_format)
-    # Only now: torch takes seconds to import, and a wrong flag need not wait for it.
-    from draft_service.service import DraftServicer
-    from specdec.lm.serve import serve
-
-    servicer = DraftServicer(config.draft_top_n)
-    keep_layers = config.keep_layers
-    if config.model is None and keep_layers is None:
-        keep_layers = list(EMBEDDED_DRAFT_LAYERS)
-    serving.run(
-        serve(
-            config,
-            service=DRAFT,
-            servicer=servicer,
-            register=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(
-                servicer, server
-            ),
-            keep_layers=keep_layers,
-        )
-    )
+    serving.run(serve(config, DraftServicer()))
 
 
 if __name__ == "__main__":

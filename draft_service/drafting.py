@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from draft_service.drafter import Draft
 from specdec.lm.processing import Rows, draw, is_greedy, join, process
 from specdec.lm.randomness import Stream, gumbel, key, seed_tensor, uniform
 from specdec.lm.runtime import Session
 from specdec.lm.work import Work, failing
 from specdec.v1 import common_pb2
-
-
-class Draft(NamedTuple):
-    """The drafted tokens of one round."""
-
-    token_ids: list[int]
-    distributions: list[common_pb2.SparseDistribution]
-    """What each token was sampled from, where the rule needs it; empty otherwise."""
 
 
 class Proposing(Work):
@@ -50,7 +42,8 @@ class Proposing(Work):
         self._num_draft_tokens = num_draft_tokens
         self._top_n = top_n
         self._committed = committed
-        self._draft = Draft([], [])
+        self._token_ids: list[int] = []
+        self._distributions: list[common_pb2.SparseDistribution] = []
 
     def start(self) -> None:
         if self._committed is not None:
@@ -59,11 +52,11 @@ class Proposing(Work):
             self._history.commit(token_ids)
         self._base_length = len(self.sequence.tokens)
         if self._num_draft_tokens == 0:
-            self.finish(self._draft)
+            self.finish(Draft(()))
 
     @property
     def tail(self) -> int:
-        return self._num_draft_tokens - len(self._draft.token_ids) - 1
+        return self._num_draft_tokens - len(self._token_ids) - 1
 
     @classmethod
     def consume(cls, works: Sequence[Proposing]) -> None:
@@ -75,7 +68,7 @@ class Proposing(Work):
                 plain.append(work)
                 continue
             with failing(work):
-                drafted = work._draft.token_ids
+                drafted = work._token_ids
                 rows = work._history.rows(drafted, first=len(drafted))
                 processed.append((work, work.collect(), rows))
         if plain:
@@ -90,10 +83,10 @@ class Proposing(Work):
                     work._append(work._sample(scores))
 
     def _append(self, token_id: int) -> None:
-        self._draft.token_ids.append(token_id)
+        self._token_ids.append(token_id)
         self.sequence.append([token_id])
-        if len(self._draft.token_ids) == self._num_draft_tokens:
-            self.finish(self._draft)
+        if len(self._token_ids) == self._num_draft_tokens:
+            self.finish(Draft(self._token_ids, self._distributions))
 
     def _sample(self, scores: torch.Tensor) -> int:
         """Draws a token from the processed scores [V]."""
@@ -107,7 +100,7 @@ class Proposing(Work):
             return int((scores + noise).argmax())
         u = uniform(key(seed, Stream.DRAFT, position, self._base_length))
         token_id, q = sample_sparse(scores, self._top_n, u)
-        self._draft.distributions.append(q)
+        self._distributions.append(q)
         return token_id
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import CliToggleFlag, NoDecode, SettingsConfigDict
 
 from specdec.lm.settings import ModelServiceSettings
 from specdec.services import DRAFT
 
-# The embedded default draft is the embedded target without these of its 30 layers. They were
-# dropped one by one, each time the one whose loss cost the least agreement with the full model's
-# argmax on its own greedy answers; at 24 layers 53% agreed.
-_DROPPED_LAYERS = (3, 12, 14, 17, 23, 25)
-EMBEDDED_DRAFT_LAYERS = tuple(i for i in range(30) if i not in _DROPPED_LAYERS)
+DEFAULT_DRAFT = Path(__file__).parent / "default_draft"
+"""The draft for the default target: see the model card in it."""
+
+
+def _split(names: object) -> object:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
 
 class DraftSettings(ModelServiceSettings):
-    """Runs the draft service: a small model that proposes tokens."""
+    """Runs the draft service: a small model, or something simpler, that proposes tokens."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_DRAFT_", cli_prog_name="specdec draft")
 
@@ -30,4 +32,36 @@ class DraftSettings(ModelServiceSettings):
     )
     draft_top_n: int = Field(
         64, ge=1, description="most tokens that the distribution sent with a drafted token keeps"
+    )
+    base: str | None = Field(
+        None,
+        description="hub id or folder of the model that a draft was distilled from, if it is not "
+        "where it was then",
+    )
+    target_tokenizer: str | None = Field(
+        None,
+        description="hub id, folder or GGUF file of the target, for a draft model that has another "
+        "tokenizer: what it drafts is translated by way of the text",
+    )
+    drafters: Annotated[list[str], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
+        ["model"],
+        description="what drafts, the preferred first, for example lookup,model: model is a "
+        "language model, lookup and suffix copy from prompt and output",
+    )
+    min_match: int = Field(
+        5,
+        ge=1,
+        le=64,
+        description="of several drafters, one that copies is preferred to the next if so many of "
+        "the last tokens occurred before what it copies",
+    )
+    remember_outputs: CliToggleFlag[bool] = Field(
+        False,
+        description="whether suffix also copies from past outputs of sessions with the same "
+        "prefix_cache.salt",
+    )
+    remembered_tokens: int = Field(
+        200_000,
+        ge=1000,
+        description="most tokens of past outputs that are remembered; the oldest are dropped",
     )

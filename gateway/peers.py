@@ -216,6 +216,8 @@ class DraftPeer(Peer):
         """Why the draft cannot be used for `target`, or None if it can."""
         if self.state is not PeerState.READY:
             return self.reason
+        if self.info.any_tokenizer:
+            return None
         if self.info.tokenizer_sha256 != target.info.tokenizer_sha256:
             return (
                 f"TOKENIZER_MISMATCH: the draft's token table is {self.info.tokenizer_sha256}, "

@@ -10,6 +10,12 @@ from specdec.proposals import distributions_fault, num_draft_tokens_fault, token
 from specdec.v1 import common_pb2
 
 PROTOCOL_VERSION = 1
+ACCEPTANCE_RULES = (
+    common_pb2.ACCEPTANCE_RULE_REJECTION,
+    common_pb2.ACCEPTANCE_RULE_BLOCK,
+    common_pb2.ACCEPTANCE_RULE_COUPLED,
+)
+"""Those that the services implement."""
 MAX_SALT_BYTES = 256
 """Of a prefix cache's salt."""
 MAX_LOGIT_BIAS = 1024
@@ -19,7 +25,7 @@ class SessionState(Enum):
     """Where a session stands."""
 
     OPENING = auto()
-    """Its context is being fed to the model."""
+    """Its context is being taken in."""
     READY = auto()
     """It waits for the next round."""
     WORKING = auto()
@@ -39,7 +45,7 @@ class SessionContract:
         Raises:
             SpecdecError: TOKENIZER_MISMATCH; INVALID_REQUEST, naming every field that is at fault.
         """
-        if opening.tokenizer_sha256 != info.tokenizer_sha256:
+        if not info.any_tokenizer and opening.tokenizer_sha256 != info.tokenizer_sha256:
             raise SpecdecError(
                 common_pb2.ERROR_REASON_TOKENIZER_MISMATCH,
                 f"this service's token table is {info.tokenizer_sha256}, the session's is "
@@ -49,12 +55,20 @@ class SessionContract:
         if violations:
             raise SpecdecError.invalid(violations)
         self.state = SessionState.OPENING
-        self.session_id = opening.session_id
+        self.opening = opening
         self.base_length = opening.base_length
         self.next_round = opening.round
         self.stale_messages = 0
         self._info = info
-        self._max_num_draft_tokens = opening.num_draft_tokens
+
+    @property
+    def room(self) -> int:
+        """How many more tokens the context has room for."""
+        return self._info.max_context_length - self.base_length
+
+    def opened(self) -> None:
+        """Says that the session's context is known to the service."""
+        self.state = SessionState.READY
 
     def begin(self, round_number: int, base_length: int) -> bool:
         """Takes a message for a round.
@@ -90,7 +104,7 @@ class SessionContract:
         """
         self._check(token_ids_fault(token_ids, self._info.effective_vocab_size))
         self._check_room(len(token_ids))
-        self._check(num_draft_tokens_fault(num_draft_tokens, self._max_num_draft_tokens))
+        self._check(num_draft_tokens_fault(num_draft_tokens, self.opening.num_draft_tokens))
 
     def check_candidates(
         self,
@@ -104,7 +118,7 @@ class SessionContract:
         Raises:
             SpecdecError: CONTRACT_VIOLATION.
         """
-        self._check(num_draft_tokens_fault(len(token_ids), self._max_num_draft_tokens))
+        self._check(num_draft_tokens_fault(len(token_ids), self.opening.num_draft_tokens))
         self._check_room(len(token_ids) + 1)
         vocab_size = self._info.effective_vocab_size
         self._check(token_ids_fault(token_ids, vocab_size))
@@ -123,7 +137,8 @@ class SessionContract:
 
     def _violation(self, message: str) -> SpecdecError:
         return SpecdecError(
-            common_pb2.ERROR_REASON_CONTRACT_VIOLATION, f"session {self.session_id}: {message}"
+            common_pb2.ERROR_REASON_CONTRACT_VIOLATION,
+            f"session {self.opening.session_id}: {message}",
         )
 
 

@@ -12,16 +12,20 @@ from typing import Any
 
 import grpc
 
+import draft_service.__main__ as draft_main
 import gateway.__main__ as gateway_main
+from draft_service.combination import Combination
+from draft_service.drafter import Drafter
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftServicer
 from draft_service.settings import DraftSettings
 from gateway.settings import GatewaySettings
 from specdec import services
 from specdec.cli.health import wait_until_ready
+from specdec.lm.runtime import ModelRuntime
 from specdec.lm.serve import serve
 from specdec.v1 import (
     common_pb2,
-    draft_pb2_grpc,
     gateway_pb2,
     gateway_pb2_grpc,
     verifier_pb2_grpc,
@@ -61,9 +65,9 @@ async def _service(service: services.Service, port: int, work: Any) -> AsyncIter
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _model_options(model: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _model_options(model: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     defaults = {"dtype": "float32", "num_threads": 1, "port": free_port(), "grace_seconds": 0.0}
-    return {"model": str(model), **defaults, **options}
+    return {"model": str(model) if model else None, **defaults, **options}
 
 
 @asynccontextmanager
@@ -80,19 +84,28 @@ async def verifier(model: Path, **options: Any) -> AsyncIterator[tuple[str, Veri
         yield address, servicer
 
 
+@dataclass
+class Drafting:
+    """A running draft service."""
+
+    servicer: DraftServicer
+
+    @property
+    def runtime(self) -> ModelRuntime | None:
+        """That of its model, if it has one."""
+        drafter: Drafter | None = self.servicer.drafter
+        if isinstance(drafter, Combination):
+            drafter = drafter.drafters[-1]
+        return drafter.runtime if isinstance(drafter, ModelDrafter) else None
+
+
 @asynccontextmanager
-async def draft(model: Path, **options: Any) -> AsyncIterator[tuple[str, DraftServicer]]:
+async def draft(model: Path | None = None, **options: Any) -> AsyncIterator[tuple[str, Drafting]]:
+    """A draft service, by default with a model."""
     settings = DraftSettings(**_model_options(model, options))
-    servicer = DraftServicer(settings.draft_top_n)
-    work = serve(
-        settings,
-        service=services.DRAFT,
-        servicer=servicer,
-        register=lambda s: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, s),
-        keep_layers=settings.keep_layers,
-    )
-    async with _service(services.DRAFT, settings.port, work) as address:
-        yield address, servicer
+    servicer = DraftServicer()
+    async with _service(services.DRAFT, settings.port, draft_main.serve(settings, servicer)) as at:
+        yield at, Drafting(servicer)
 
 
 @dataclass
@@ -224,7 +237,7 @@ class Stack:
 
     gateway: Gateway
     verifier: VerifierServicer
-    draft: DraftServicer | None
+    draft: Drafting | None
 
     async def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         return await self.gateway.generate(prompt, **options)
@@ -245,14 +258,14 @@ async def pair(
             verifier(target_model, **(target_options or {}))
         )
         draft_address, drafting = "", None
-        if draft_model is not None:
+        if draft_model is not None or draft_options:
             draft_address, drafting = await stack.enter_async_context(
                 draft(draft_model, **(draft_options or {}))
             )
         running = await stack.enter_async_context(
             gateway(verifier_address, draft_address, **options)
         )
-        if draft_model is not None:
+        if drafting is not None:
             await drafts_are_used(running)
         yield Stack(running, verifying, drafting)
 
@@ -262,7 +275,8 @@ async def drafts_are_used(running: Gateway) -> None:
     for _ in range(200):
         result = await running.generate([1], max_new_tokens=2, k=1, ignore_eos=True)
         reason = result.speculation.fallback_reason
-        if not reason or reason.startswith("TOKENIZER_MISMATCH"):
+        # A draft that copies has nothing to say here.
+        if not reason or reason.startswith(("TOKENIZER_MISMATCH", "the draft proposed nothing")):
             return
         await asyncio.sleep(0.05)
     raise AssertionError(f"the draft is not used: {reason}")

@@ -12,7 +12,6 @@ from specdec.lm.pages import PagePool, pages_for
 from specdec.lm.runtime import Session
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.work import Work
-from specdec.sessions import SessionContract
 from specdec.v1 import common_pb2
 
 
@@ -56,8 +55,7 @@ def session(
         acceptance_rule=rule,
     )
     sequence = CachedSequence(POOL, prompt)
-    contract = SessionContract.__new__(SessionContract)  # the works do not ask it
-    return Session(opening, contract, sequence, history, common_pb2.Opened())
+    return Session(opening, sequence, history, common_pb2.Opened())
 
 
 def release(*sessions: Session) -> None:

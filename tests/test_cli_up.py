@@ -24,7 +24,7 @@ from tests.cli import (
     specdec,
     started,
 )
-from tests.models import make_model
+from tests.models import make_model, permuted_tokens
 from tests.stack import free_port
 
 
@@ -217,6 +217,63 @@ async def test_up_without_a_model_names_the_service_and_leaves_nothing(
     assert str(missing) in run.err
     assert "Traceback" not in run.out
     assert ports.left_running() == []
+
+
+@pytest.mark.slow
+async def test_up_with_a_draft_that_needs_no_model(target_folder: Path, ports: Ports) -> None:
+    command = ("up", "--target", target_folder, "--drafters", "lookup,suffix")
+    async with started(*command, *ports.flags()) as process:
+        lines = Lines(process)
+        await lines.until("^Ctrl-C stops all three")
+        assert re.search("^draft +ready: lookup, suffix$", "\n".join(lines.seen), re.MULTILINE)
+        run = await specdec(
+            *("generate", "--json", "--address", f"127.0.0.1:{ports.gateway}", "--ignore-eos"),
+            *("--temperature", "0", "--max-new-tokens", "40", "again and again and again and"),
+        )
+        assert json.loads(run.out)["speculation"]["num_draft_tokens"] > 0
+        assert (await interrupted(process)).status == 0
+    assert ports.left_running() == []
+
+
+@pytest.mark.slow
+async def test_up_translates_the_drafts_of_a_model_with_another_tokenizer(
+    tmp_path: Path, target_folder: Path, ports: Ports
+) -> None:
+    table = permuted_tokens(300)
+    draft = make_model(tmp_path / "other", seed=5, rows=300, table=table)
+    command = ("up", "--target", target_folder, "--draft", draft, "--translate")
+    async with started(*command, *ports.flags()) as process:
+        lines = Lines(process)
+        await lines.until("^Ctrl-C stops all three")
+        run = await specdec(
+            *("generate", "--json", "--address", f"127.0.0.1:{ports.gateway}", "--ignore-eos"),
+            *("--temperature", "0", "--max-new-tokens", "40", "again and again"),
+        )
+        assert json.loads(run.out)["speculation"]["num_draft_tokens"] > 0
+        assert (await interrupted(process)).status == 0
+    assert ports.left_running() == []
+
+
+async def test_up_wants_a_draft_to_translate(target_folder: Path) -> None:
+    run = await specdec("up", "--target", target_folder, "--translate")
+    assert run.status == 2
+    assert "name the --draft that has another tokenizer" in run.err
+
+
+async def test_up_wants_a_draft_for_the_model_among_the_drafters(target_folder: Path) -> None:
+    run = await specdec("up", "--target", target_folder, "--drafters", "lookup,model")
+    assert run.status == 2
+    assert "name the --draft that is the model" in run.err
+
+
+@pytest.mark.slow
+async def test_up_with_an_unknown_drafter_names_those_that_are_known(
+    target_folder: Path, ports: Ports
+) -> None:
+    command = ("up", "--target", target_folder, "--drafters", "loopup")
+    run = await specdec(*command, *ports.flags())
+    assert run.status == 1
+    assert "there is no drafter 'loopup'; there are lookup, model, suffix" in run.err
 
 
 async def test_up_with_a_port_in_use_names_the_service_and_the_flag(

@@ -24,7 +24,8 @@ from tests.processing import processed
 from tests.stack import Stack, pair
 
 VOCABULARY = 16
-PROMPT = [3, 1, 4]
+# It repeats itself, so that something is copied where drafts are copies.
+PROMPT = [3, 1, 4, 3, 1]
 DRAWS = 2000
 HONEST_SAMPLES = 2000
 
@@ -59,7 +60,9 @@ async def draw(stack: Stack, rule: str, k: int, sampling: common_pb2.Sampling) -
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
-            assert result.speculation.fallback_rounds == 0
+            # Every first round has a draft: where drafts are copies, later ones may have none.
+            assert result.speculation.drafted_per_position[0] > 0
+            assert result.speculation.fallback_reason in ("", "the draft proposed nothing")
             counts[tuple(result.token_ids[:2])] += 1
 
     await asyncio.gather(*(client() for _ in range(8)))
@@ -70,17 +73,47 @@ async def draw(stack: Stack, rule: str, k: int, sampling: common_pb2.Sampling) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-async def test_the_output_has_the_law_of_the_target(tmp_path: Path, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "drafters"),
+    [
+        ("rejection", ["model"]),
+        ("block", ["model"]),
+        ("coupled", ["model"]),
+        ("rejection", ["lookup", "model"]),
+        ("block", ["suffix"]),
+    ],
+)
+async def test_the_output_has_the_law_of_the_target(
+    tmp_path: Path, rule: str, drafters: list[str]
+) -> None:
     table = byte_tokens(VOCABULARY)
     target = make_model(tmp_path / "target", seed=1, rows=VOCABULARY, table=table)
     draft = make_model(tmp_path / "draft", seed=2, rows=VOCABULARY, table=table, near=target)
     sampling = common_pb2.Sampling(temperature=1.5, top_k=12, top_p=0.97)
     expected = exact_law(target, sampling)
     # A sparse q of 4 entries: truncated well within the support of p.
-    async with pair(target, draft, draft_options={"draft_top_n": 4}) as stack:
+    options = {"draft_top_n": 4, "drafters": drafters, "min_match": 2}
+    async with pair(target, draft if "model" in drafters else None, draft_options=options) as stack:
         observed = await draw(stack, rule, 3, sampling)
+    assert_law(observed, expected)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+async def test_a_draft_with_another_tokenizer_does_not_change_it(tmp_path: Path, rule: str) -> None:
+    target = make_model(tmp_path / "target", seed=1, rows=VOCABULARY)
+    # The same characters, so that what is drafted can be said, with other ids.
+    table = {name: index for index, name in enumerate(reversed(byte_tokens(VOCABULARY)))}
+    draft = make_model(tmp_path / "draft", seed=2, rows=VOCABULARY, table=table)
+    sampling = common_pb2.Sampling(temperature=1.5, top_k=12, top_p=0.97)
+    expected = exact_law(target, sampling)
+    async with pair(target, draft, draft_options={"target_tokenizer": str(target)}) as stack:
+        observed = await draw(stack, rule, 3, sampling)
+    assert_law(observed, expected)
+
+
+def assert_law(observed: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compares counts [V, V] with probabilities [V, V]."""
     assert observed[expected == 0].sum() == 0
     variation = float((observed / DRAWS - expected).abs().sum() / 2)
     honest = np.random.default_rng(0).multinomial(

@@ -92,6 +92,10 @@ class DraftClient:
         await self.send(**fields)
         return (await self._read()).proposal
 
+    async def end(self) -> None:
+        await self._call.done_writing()
+        assert await self._call.read() is grpc.aio.EOF
+
     async def _read(self) -> draft_pb2.DraftResponse:
         response = await self._call.read()
         assert isinstance(response, draft_pb2.DraftResponse)

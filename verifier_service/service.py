@@ -9,8 +9,10 @@ from typing import Any
 import grpc
 
 from specdec.errors import SpecdecError
-from specdec.lm.runtime import ModelRuntime, Session, require
+from specdec.lm.runtime import ModelRuntime, Session
 from specdec.proposals import needs_distributions
+from specdec.sessions import SessionContract
+from specdec.streams import require, session_stream
 from specdec.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.verification import Verification
 
@@ -56,23 +58,27 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
         runtime = await require(self.runtime, context)
-        async with runtime.session(request_iterator, context) as session:
+        async with (
+            session_stream(request_iterator, context, runtime.info) as contract,
+            runtime.session(contract.opening) as session,
+        ):
+            contract.opened()
             yield verifier_pb2.VerifyResponse(opened=session.opened)
             async for request in request_iterator:
                 candidates = _candidates_of(request)
-                if not session.contract.begin(candidates.round, candidates.base_length):
+                if not contract.begin(candidates.round, candidates.base_length):
                     continue
-                yield await self._verify(runtime, session, candidates)
+                yield await self._verify(runtime, session, contract, candidates)
 
     async def _verify(
         self,
         runtime: ModelRuntime,
         session: Session,
+        contract: SessionContract,
         candidates: verifier_pb2.Candidates,
     ) -> verifier_pb2.VerifyResponse:
         token_ids = list(candidates.token_ids)
         distributions = list(candidates.distributions)
-        contract = session.contract
         contract.check_candidates(
             token_ids,
             distributions,

@@ -20,6 +20,7 @@ def children(
     *,
     target: str | None,
     draft: str | None,
+    drafters: str | None = None,
     ports: Sequence[int],
     target_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
@@ -29,7 +30,9 @@ def children(
 
     Args:
         target: hub id, folder or GGUF file; None for the embedded default pair.
-        draft: likewise; None with a target means plain decoding.
+        draft: likewise; None with a target means no draft model.
+        drafters: what drafts, as in --drafters of the draft service; None for a model. Without this
+            and a draft model the target decodes plainly.
         ports: of gateway, draft and verifier.
         target_options: further arguments for the verifier.
         draft_options: likewise for the draft.
@@ -46,10 +49,14 @@ def children(
             (*(("--model", target) if target else ()), *target_options),
         )
     ]
-    if draft is not None or target is None:
+    if draft is not None or drafters is not None or target is None:
         gateway_arguments += ["--draft-address", f"127.0.0.1:{draft_port}"]
         peers.add(services.DRAFT.name)
-        arguments = (*(("--model", draft) if draft else ()), *draft_options)
+        arguments = (
+            *(("--model", draft) if draft else ()),
+            *(("--drafters", drafters) if drafters else ()),
+            *draft_options,
+        )
         models.insert(0, Child(services.DRAFT, "draft_service", draft_port, arguments))
     else:
         gateway_arguments += ["--draft-address", ""]

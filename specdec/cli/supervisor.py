@@ -115,12 +115,16 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 def _line_for_people(event: dict[str, Any]) -> str:
     match event.get("event"):
-        case "loading":
+        case "loading" if "address" in event:
             return f"listening on {event['address']}, loading {event['model']}"
+        case "loading":
+            return f"loading {event['model']}"
         case "listening":
             return f"listening on {event['address']}"
         case "ready" if "seconds" in event:
             return f"ready after {event['seconds']} s: {event['dtype']} on {event['device']}"
+        case "ready" if "drafters" in event:
+            return f"ready: {event['drafters']}"
         case "KV cache":
             size = f"{event['bytes'] / 2**30:.1f} GiB"
             return f"KV cache of {event['tokens']:,} tokens, {event['pages']:,} pages, {size}"

@@ -24,7 +24,18 @@ def up(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Draft model with the same tokenizer. [made from the default target]"),
+        typer.Option(help="Draft model with the same tokenizer. [distilled from the default]"),
+    ] = None,
+    translate: Annotated[
+        bool,
+        typer.Option("--translate", help="Whether --draft may have another tokenizer."),
+    ] = False,
+    drafters: Annotated[
+        str | None,
+        typer.Option(
+            help="What drafts, the preferred first: model, lookup, suffix; for example "
+            "lookup,model. Only model needs a --draft. [model]"
+        ),
     ] = None,
     target_device: Annotated[str, typer.Option(help="Torch device of the target.")] = "auto",
     draft_device: Annotated[str, typer.Option(help="Torch device of the draft.")] = "auto",
@@ -51,15 +62,26 @@ def up(
     """Keep all three services up on this machine until Ctrl-C."""
     if target is None and draft is not None:
         raise typer.BadParameter("name the --target that it is for", param_hint="--draft")
+    if translate and draft is None:
+        raise typer.BadParameter(
+            "name the --draft that has another tokenizer", param_hint="--translate"
+        )
+    if target is not None and draft is None and "model" in (drafters or "").split(","):
+        raise typer.BadParameter("name the --draft that is the model", param_hint="--drafters")
     if target is None and not is_pulled(default_target_path()):
         fail("the default model is not there: run `specdec models pull` first")
     common = ("--dtype", dtype, "--num-threads", str(num_threads or pair.shared_cores()))
     children = pair.children(
         target=target,
         draft=draft,
+        drafters=drafters,
         ports=(gateway_port, draft_port, verifier_port),
         target_options=(*common, "--device", target_device),
-        draft_options=(*common, "--device", draft_device),
+        draft_options=(
+            *common,
+            *("--device", draft_device),
+            *(("--target-tokenizer", target) if translate and target else ()),
+        ),
         gateway_options=("--acceptance-rule", rule, "--num-draft-tokens", str(num_draft_tokens)),
     )
     _refuse_taken_ports(children)
@@ -82,7 +104,7 @@ async def _stay(children: Sequence[Child], console: Console) -> None:
         address = "" if port == services.GATEWAY.port else f" --address 127.0.0.1:{port}"
         tell(console, f'\nReady. Try: specdec generate{address} "Once upon a time"')
         if len(children) < len(services.ALL):
-            tell(console, "There is no --draft, so every token is decoded plainly.")
+            tell(console, "There is no --draft, so every token is decoded plainly. See --drafters.")
         tell(console, f"Ctrl-C stops {'all three' if len(children) > 2 else 'both'}.\n")
         await keeper
 

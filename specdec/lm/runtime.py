@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import grpc
-import structlog
 import torch
 
-from specdec.errors import SpecdecError, Violation, abort
+from specdec.errors import SpecdecError, Violation
 from specdec.lm.architecture import ModelLoadError
 from specdec.lm.grammar import GrammarCompiler
 from specdec.lm.history import History
@@ -24,25 +20,15 @@ from specdec.lm.scheduler import Scheduler
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.thread import ModelThread
 from specdec.lm.work import Prefill
-from specdec.logs import request_id_of
-from specdec.sessions import PROTOCOL_VERSION, SessionContract, SessionState
+from specdec.sessions import ACCEPTANCE_RULES, PROTOCOL_VERSION
 from specdec.v1 import common_pb2
-
-_log = structlog.get_logger()
-
-RULES = (
-    common_pb2.ACCEPTANCE_RULE_REJECTION,
-    common_pb2.ACCEPTANCE_RULE_BLOCK,
-    common_pb2.ACCEPTANCE_RULE_COUPLED,
-)
 
 
 @dataclass
 class Session:
-    """One open session: what it agreed to, its tokens, and what its processors know of them."""
+    """One open session: what it asked for, its tokens, and what its processors know of them."""
 
     opening: common_pb2.Open
-    contract: SessionContract
     sequence: CachedSequence
     history: History
     opened: common_pb2.Opened
@@ -86,7 +72,7 @@ class ModelRuntime:
             effective_vocab_size=loaded.model.effective_vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             max_context_length=min(loaded.max_context_length, num_pages * PAGE_SIZE),
-            acceptance_rules=RULES,
+            acceptance_rules=ACCEPTANCE_RULES,
             max_num_draft_tokens=max_num_draft_tokens,
         )
         self._grammars = GrammarCompiler(
@@ -102,56 +88,30 @@ class ModelRuntime:
         thread.attach(self.scheduler)
 
     @asynccontextmanager
-    async def session(
-        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Session]:
-        """The life of one session: its stream's Open, its context's prefill, its end.
+    async def session(self, opening: common_pb2.Open) -> AsyncIterator[Session]:
+        """A session whose context is cached, for as long as the block runs.
 
-        What goes wrong inside ends this stream with the error's status, and nothing else.
+        Args:
+            opening: checked against `info`.
+
+        Raises:
+            SpecdecError: INVALID_REQUEST if its grammar cannot be compiled.
         """
         self.num_sessions += 1
-        begun = time.monotonic()
-        session_id, session = "", None
+        sequence = CachedSequence(
+            self.scheduler.residents.pool,
+            [*opening.prompt_token_ids, *opening.committed_token_ids],
+            salt=opening.prefix_cache.salt,
+            shared=not opening.prefix_cache.bypass,
+        )
         try:
-            opening = _open_of(await anext(requests, None))
-            session_id = opening.session_id
-            structlog.contextvars.bind_contextvars(
-                session_id=session_id, request_id=request_id_of(context)
-            )
-            contract = SessionContract(opening, self.info)
-            sequence = CachedSequence(
-                self.scheduler.residents.pool,
-                [*opening.prompt_token_ids, *opening.committed_token_ids],
-                salt=opening.prefix_cache.salt,
-                shared=not opening.prefix_cache.bypass,
-            )
-            try:
-                # If this is cancelled, it is run all the same: the session is to be closed then.
-                history, _ = await self.thread.run(self._begin, opening, sequence)
-                opened = await self._prefill(opening, sequence)
-                contract.state = SessionState.READY
-                session = Session(opening, contract, sequence, history, opened)
-                yield session
-            finally:
-                self.thread.post(partial(self.scheduler.close, sequence))
-        except SpecdecError as error:
-            _log.warning("session failed", error=str(error))
-            await abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            _log.exception("model failed")
-            reason = common_pb2.ERROR_REASON_MODEL_FAILURE
-            message = f"session {session_id}: {type(error).__name__}; see this service's log"
-            await abort(context, SpecdecError(reason, message))
+            # If this is cancelled, it is run all the same: the session is to be closed then.
+            history, _ = await self.thread.run(self._begin, opening, sequence)
+            opened = await self._prefill(opening, sequence)
+            yield Session(opening, sequence, history, opened)
         finally:
+            self.thread.post(partial(self.scheduler.close, sequence))
             self.num_sessions -= 1
-            _log.info(
-                "session closed",
-                tokens=session.contract.base_length if session else 0,
-                stale_messages=session.contract.stale_messages if session else 0,
-                seconds=round(time.monotonic() - begun, 3),
-            )
 
     def _begin(self, opening: common_pb2.Open, sequence: CachedSequence) -> History:
         """Begins a session. Returns its history."""
@@ -209,22 +169,3 @@ class ScoredPrefill(Prefill):
 
     def restart(self) -> None:
         self.found.clear()
-
-
-def _open_of(request: Any) -> common_pb2.Open:
-    if request is None or request.WhichOneof("message") != "open":
-        raise SpecdecError(
-            common_pb2.ERROR_REASON_CONTRACT_VIOLATION, "the first message must be an Open"
-        )
-    opening: common_pb2.Open = request.open
-    return opening
-
-
-async def require(
-    runtime: ModelRuntime | None, context: grpc.aio.ServicerContext[Any, Any]
-) -> ModelRuntime:
-    """The runtime, or the end of the call with NOT_READY while there is none yet."""
-    if runtime is None:
-        message = "the model is still loading"
-        await abort(context, SpecdecError(common_pb2.ERROR_REASON_NOT_READY, message))
-    return runtime

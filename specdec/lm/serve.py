@@ -1,11 +1,11 @@
-"""Runs a model service: listen, load, warm up, serve."""
+"""Starts a model, and runs a service that is nothing but a model: listen, load, warm up, serve."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -31,81 +31,123 @@ class NeedsRuntime(Protocol):
     runtime: ModelRuntime | None
 
 
+class Start:
+    """The start of a model on a thread of its own."""
+
+    def __init__(
+        self,
+        settings: ModelServiceSettings,
+        model_id: str,
+        *,
+        keep_layers: Sequence[int] | None = None,
+        base: str | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: how it is run.
+            model_id: which model.
+            keep_layers: indices of the decoder layers to keep; None keeps all.
+            base: where a distilled draft finds its base, if that is not where it was.
+        """
+        self.model_id = model_id
+        self.thread = ModelThread(settings.num_threads)
+        """To be closed by whoever started it."""
+        self.facts: dict[str, Any] = {}
+        """What the log says of the model once it is ready."""
+        self._settings = settings
+        self._keep_layers, self._base = keep_layers, base
+
+    async def load(self, team: Team | None = None) -> Timed[LoadedModel]:
+        """Loads the weights.
+
+        Args:
+            team: that holds a shard each, if there are several.
+
+        Raises:
+            ModelLoadError: they cannot be had, or the architecture is not supported.
+        """
+        settings = self._settings
+        return await self.thread.run(
+            load,
+            self.model_id,
+            device=settings.device,
+            dtype=settings.dtype,
+            keep_layers=self._keep_layers,
+            max_context_length=settings.max_context_length,
+            deterministic=settings.deterministic,
+            base=self._base,
+            team=team,
+        )
+
+    async def runtime(self, loaded: Timed[LoadedModel]) -> ModelRuntime:
+        """Makes the runtime and warms it up.
+
+        Raises:
+            ModelLoadError: there is no memory for the KV cache.
+        """
+        settings, (value, timings) = self._settings, loaded
+        num_pages = pages_within(settings.kv_memory, value)
+        runtime, _ = await self.thread.run(
+            ModelRuntime,
+            value,
+            self.thread,
+            model_id=self.model_id,
+            num_pages=num_pages,
+            max_num_draft_tokens=settings.max_num_draft_tokens,
+            max_rows=settings.max_rows,
+        )
+        if value.model.device.type == "cuda":
+            await self.thread.run(
+                value.model.record_graphs,
+                num_pages,
+                progress=lambda done, total: _log.info("recording", done=done, total=total),
+            )
+        _log.info(
+            "KV cache",
+            pages=num_pages,
+            tokens=num_pages * PAGE_SIZE,
+            bytes=num_pages * value.model.bytes_per_page,
+            max_context_length=runtime.info.max_context_length,
+        )
+        self.facts = {
+            "model": self.model_id,
+            "device": str(value.model.device),
+            "dtype": str(value.model.dtype).removeprefix("torch."),
+            "seconds": round(timings.compute_us / 1e6, 1),
+            "tokenizer_sha256": value.tokenizer.table_sha256,
+        }
+        return runtime
+
+
 async def serve(
     settings: ModelServiceSettings,
     *,
     service: Service,
     servicer: NeedsRuntime,
     register: Callable[[grpc.aio.Server], None],
-    keep_layers: Sequence[int] | None = None,
 ) -> None:
     """Serves until cancelled. Health answers while the model loads, NOT_SERVING until it is warm.
 
     Raises:
         StartError: the port or the model cannot be had.
     """
-    model_id = settings.model or embedded_default()
-    thread = ModelThread(settings.num_threads)
-
-    async def load_model() -> tuple[Timed[LoadedModel], Team | None]:
-        team = (await thread.run(join, settings.device)).value
-        loaded = await thread.run(
-            load,
-            model_id,
-            device=settings.device,
-            dtype=settings.dtype,
-            keep_layers=keep_layers,
-            max_context_length=settings.max_context_length,
-            deterministic=settings.deterministic,
-            team=team,
-        )
-        return loaded, team
-
+    start = Start(settings, settings.model or embedded_default())
     try:
         if rank() > 0:
-            await _follow(thread, *(await load_model()))
+            team = (await start.thread.run(join, settings.device)).value
+            await _follow(start.thread, await start.load(team), team)
             return
         async with listening(settings, service, register) as (port, health):
-            _log.info("loading", model=model_id, address=f"{settings.host}:{port}")
-            (loaded, timings), team = await load_model()
-            num_pages = pages_within(settings.kv_memory, loaded)
-            runtime, _ = await thread.run(
-                ModelRuntime,
-                loaded,
-                thread,
-                model_id=model_id,
-                num_pages=num_pages,
-                max_num_draft_tokens=settings.max_num_draft_tokens,
-                max_rows=settings.max_rows,
-            )
-            if loaded.model.device.type == "cuda":
-                await thread.run(
-                    loaded.model.record_graphs,
-                    num_pages,
-                    progress=lambda done, total: _log.info("recording", done=done, total=total),
-                )
-            servicer.runtime = runtime
+            _log.info("loading", model=start.model_id, address=f"{settings.host}:{port}")
+            team = (await start.thread.run(join, settings.device)).value
+            servicer.runtime = await start.runtime(await start.load(team))
             await health.set(True)
-            _log.info(
-                "KV cache",
-                pages=num_pages,
-                tokens=num_pages * PAGE_SIZE,
-                bytes=num_pages * loaded.model.bytes_per_page,
-                max_context_length=runtime.info.max_context_length,
-            )
-            _log.info(
-                "ready",
-                model=model_id,
-                device=str(loaded.model.device),
-                dtype=str(loaded.model.dtype).removeprefix("torch."),
-                seconds=round(timings.compute_us / 1e6, 1),
-                tokenizer_sha256=loaded.tokenizer.table_sha256,
-            )
+            _log.info("ready", **start.facts)
             await (asyncio.Event().wait() if team is None else team.end())
     except ModelLoadError as error:
         raise StartError(str(error)) from error
     finally:
-        thread.close()
+        start.thread.close()
 
 
 async def _follow(thread: ModelThread, loaded: Timed[LoadedModel], team: Team | None) -> None:

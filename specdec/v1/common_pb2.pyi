@@ -158,6 +158,9 @@ class ModelInfo(_message.Message):
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RULES_FIELD_NUMBER: _builtins.int
     MAX_NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ANY_TOKENIZER_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    CERTAIN_DRAFTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """The version of this wire contract. Peers of different versions refuse each other."""
     model_id: _builtins.str
@@ -176,6 +179,21 @@ class ModelInfo(_message.Message):
     """The most tokens, prompt and completion together, that a session may hold."""
     max_num_draft_tokens: _builtins.int
     """The largest proposal, in tokens, that the service makes or verifies."""
+    any_tokenizer: _builtins.bool
+    """Whether the token ids of any token table are good for the service, because it compares them and
+    never looks them up. Its tokenizer_sha256 is then empty, its model_id too, and the limits of its
+    vocabulary and its context are the largest numbers that there are. Only drafts can be so.
+    """
+    drafters: _builtins.str
+    """How a draft service drafts, for example "lookup, model": the names of its drafters, in the order
+    of preference. For people. Empty in a verifier.
+    """
+    certain_drafts: _builtins.bool
+    """Whether a draft service samples nothing: each of its tokens counts as certain, and where an
+    acceptance rule needs the distribution that it was sampled from, that is the token alone. It is
+    so of drafts that are copied, and of those of a model with another tokenizer, which are
+    translated into the tokens of the table above. False in a verifier.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids that end a generation unless it asks to ignore them."""
@@ -196,10 +214,13 @@ class ModelInfo(_message.Message):
         max_context_length: _builtins.int = ...,
         acceptance_rules: _abc.Iterable[Global___AcceptanceRule.ValueType] | None = ...,
         max_num_draft_tokens: _builtins.int = ...,
+        any_tokenizer: _builtins.bool = ...,
+        drafters: _builtins.str = ...,
+        certain_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "effective_vocab_size", b"effective_vocab_size", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_num_draft_tokens", b"max_num_draft_tokens", "model_id", b"model_id", "protocol_version", b"protocol_version", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "any_tokenizer", b"any_tokenizer", "certain_drafts", b"certain_drafts", "drafters", b"drafters", "effective_vocab_size", b"effective_vocab_size", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_num_draft_tokens", b"max_num_draft_tokens", "model_id", b"model_id", "protocol_version", b"protocol_version", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,7 +497,7 @@ class Open(_message.Message):
     tokenizer_sha256: _builtins.str
     """The SHA-256 of the token table that the token ids belong to. A service with another one refuses
     the session with TOKENIZER_MISMATCH, so that not even a service that was replaced a moment ago
-    can answer for it.
+    can answer for it. One that is for any_tokenizer takes all.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -52,7 +52,7 @@ class DraftServiceServicer(object):
     """
 
     def GetModelInfo(self, request, context):
-        """Describes the loaded model. Fails with UNAVAILABLE while it is loading.
+        """Describes what drafts. Fails with UNAVAILABLE while a model is loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
