@@ -70,7 +70,7 @@ async def services(
     *,
     target: str | None,
     draft: str | None,
-    speculative: bool,
+    drafters: str | None,
     dtype: str,
     threads: int,
     address: str | None = None,
@@ -79,8 +79,8 @@ async def services(
 
     Args:
         target: model folder; None for the default.
-        draft: model folder; None for the default, made of the default target.
-        speculative: whether there is a draft service at all.
+        draft: model folder; None for the default, if the target is the default one.
+        drafters: as of `specdec draft`; None if there is to be no draft service at all.
         dtype: of the models.
         threads: of all models together. Two models share them, each with at least one.
         address: of a gateway that runs.
@@ -92,11 +92,13 @@ async def services(
     # The threads have their cores to themselves here, and lose a quarter of their speed if they
     # sleep between two operations.
     os.environ.setdefault("OMP_WAIT_POLICY", "ACTIVE")
-    each = max(1, threads // 2) if speculative else threads
+    with_model = "model" in (drafters or "").split(",")
+    each = max(1, threads // 2) if with_model else threads
     arguments = ("--dtype", dtype, "--num-threads", str(each))
     children = pair.children(
-        target=target or (None if speculative else str(default_target_path())),
-        draft=draft if speculative else None,
+        target=target or (None if with_model else str(default_target_path())),
+        draft=draft if with_model else None,
+        drafters=drafters,
         ports=pair.free_ports(),
         target_options=arguments,
         draft_options=arguments,

@@ -49,7 +49,7 @@ async def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     async with common.services(
         target=options.target,
         draft=None,
-        speculative=False,
+        drafters=None,
         dtype=options.dtype,
         threads=options.threads,
         address=options.address,

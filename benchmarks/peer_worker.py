@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
+
+from draft_service.settings import DEFAULT_DRAFT
 
 Generate = Callable[[Sequence[Sequence[int]], int], int]
 """Generates from prompts, so many tokens each; gives how many tokens came in all."""
@@ -37,7 +39,6 @@ class Job:
     dtype: str
     target: str
     draft: str | None
-    keep_layers: list[int] | None
     gguf: str | None
 
 
@@ -67,12 +68,14 @@ def _transformers(job: Job) -> AbstractContextManager[Generate]:
     model = _load(job.target, job.dtype)
     options: dict[str, Any] = {"do_sample": False, "use_cache": True}
     if job.peer == "transformers-assisted":
-        assistant = _load(job.draft or job.target, job.dtype, job.keep_layers)
+        assistant = _assistant(job)
         assistant.generation_config.num_assistant_tokens = job.num_draft_tokens
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         # Without it assistants stop drafting where they are unsure, which K of the others is not.
         assistant.generation_config.assistant_confidence_threshold = 0.0
         options["assistant_model"] = assistant
+    if job.peer == "transformers-lookup":
+        options["prompt_lookup_num_tokens"] = job.num_draft_tokens
 
     def generate(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
         count = 0
@@ -94,23 +97,40 @@ def _transformers(job: Job) -> AbstractContextManager[Generate]:
     return nullcontext(generate)
 
 
-def _load(folder: str, dtype: str, keep_layers: list[int] | None = None) -> Any:
+def _load(folder: str, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    if keep_layers is not None:
-        decoder = model.get_decoder()
-        decoder.layers = torch.nn.ModuleList([decoder.layers[index] for index in keep_layers])
-        for index, layer in enumerate(decoder.layers):
-            layer.self_attn.layer_idx = index
-        model.config.num_hidden_layers = len(keep_layers)
-        if getattr(model.config, "layer_types", None):
-            model.config.layer_types = [model.config.layer_types[index] for index in keep_layers]
-    # It goes on after the end of the sequence.
+    return _endless(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)))
+
+
+def _endless(model: Any) -> Any:
+    """It goes on after the end of the sequence."""
+    model.eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def _assistant(job: Job) -> Any:
+    """The draft that specdec uses, as transformers takes it: with logits of every token."""
+    import torch
+
+    from specdec.lm.loading import read_model
+
+    model, _, vocabulary = read_model(
+        job.draft or str(DEFAULT_DRAFT), device="cpu", dtype=cast("Any", job.dtype)
+    )
+    if vocabulary is not None:
+        size = cast("Any", model.get_input_embeddings()).num_embeddings
+
+        def spread(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
+            every = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+            return every.index_copy(-1, vocabulary, logits)
+
+        cast("Any", model.get_output_embeddings()).register_forward_hook(spread)
+        model.config.vocab_size = size
+    return _endless(model)
 
 
 def _llama_cpp(job: Job) -> AbstractContextManager[Generate]:
@@ -153,11 +173,12 @@ def _specdec(job: Job) -> Any:
     from benchmarks import common
     from specdec.bench.load import Call, send_all
 
-    speculative = job.peer == "specdec-speculative"
+    drafters = _DRAFTERS[job.peer]
+    speculative = drafters is not None
     running = common.services(
         target=job.target if job.draft else None,
         draft=job.draft,
-        speculative=speculative,
+        drafters=drafters,
         dtype=job.dtype,
         threads=job.threads,
     )
@@ -190,12 +211,18 @@ def _specdec(job: Job) -> Any:
             runner.run(running.__aexit__(None, None, None))
 
 
+_DRAFTERS = {
+    "specdec-plain": None,
+    "specdec-lookup": "lookup",
+    "specdec-speculative": "model",
+    "specdec-combined": "lookup,model",
+}
 PEERS: dict[str, Callable[[Job], AbstractContextManager[Generate]]] = {
     "transformers": _transformers,
+    "transformers-lookup": _transformers,
     "transformers-assisted": _transformers,
     "llama.cpp": _llama_cpp,
-    "specdec-plain": _specdec,
-    "specdec-speculative": _specdec,
+    **dict.fromkeys(_DRAFTERS, _specdec),
 }
 
 

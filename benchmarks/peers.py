@@ -22,14 +22,13 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.peer_worker import PEERS, Job
-from draft_service.settings import EMBEDDED_DRAFT_LAYERS
 from specdec.bench import prompts
 from specdec.models.cache import CacheSettings
 from specdec.models.download import DEFAULT_TARGET_GGUF, fetch_gguf
 
 _BASES = ("transformers", "llama.cpp")
 """What the others are compared with."""
-_ONE_CLIENT = ("transformers-assisted",)
+_ONE_CLIENT = ("transformers-lookup", "transformers-assisted")
 """Engines that serve one request at a time only."""
 _WORKER_SECONDS = 900
 _STOP_SECONDS = 30
@@ -88,7 +87,6 @@ def _jobs(options: argparse.Namespace, peers: list[str], levels: list[int]) -> l
             dtype=options.dtype,
             target=str(folder),
             draft=options.draft,
-            keep_layers=None if options.draft else list(EMBEDDED_DRAFT_LAYERS),
             gguf=None if gguf is None else str(gguf),
         )
         for clients in levels

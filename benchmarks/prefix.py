@@ -53,7 +53,7 @@ async def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     async with common.services(
         target=options.target,
         draft=options.draft,
-        speculative=True,
+        drafters="model",
         dtype=options.dtype,
         threads=options.threads,
         address=options.address,

@@ -35,15 +35,26 @@ class HangAfter(list[gateway_pb2.GenerateRequest]):
             self._gateway._then = "hang"
 
 
-def test_the_suite_has_five_kinds_of_distinct_prompts() -> None:
+def _lines_of_file(text: str) -> int:
+    """Of the one fenced block at the end of a prompt."""
+    _, file, end = text.split("```")
+    assert not end
+    return file.count("\n") - 1
+
+
+def test_the_suite_has_six_kinds_of_distinct_prompts() -> None:
     suite = prompts.load()
     assert len({prompt.text for prompt in suite}) == len({prompt.id for prompt in suite})
-    assert len(suite) >= 80
+    assert len(suite) >= 96
+    assert {prompt.kind for prompt in suite} == set(prompts.KINDS)
     for kind in prompts.KINDS:
         texts = [prompt.text for prompt in suite if prompt.kind == kind]
         assert len(texts) >= 16
         if kind in ("summarise", "extraction"):
             assert all(100 <= len(text.split()) <= 220 for text in texts)
+        if kind == "edit":
+            assert all(700 <= len(text) <= 1300 for text in texts)
+            assert all(25 <= _lines_of_file(text) <= 45 for text in texts)
 
 
 def test_a_mixture_takes_kinds_by_turns() -> None:

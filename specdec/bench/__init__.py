@@ -1,1 +1,1 @@
-"""Load tests of a gateway, measured from the client's side. Free of torch."""
+"""Load tests of a gateway, and drafts scored on what a target wrote. Free of torch."""

@@ -1,4 +1,4 @@
-"""The prompts of the load test: five kinds of work, which speculate differently well."""
+"""The prompts of the load test: six kinds of work, which speculate differently well."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-KINDS = ("code", "reasoning", "chat", "summarise", "extraction")
-"""What the prompts ask for. `summarise` also asks for parts of a text word by word."""
+KINDS = ("code", "reasoning", "chat", "summarise", "extraction", "edit")
+"""What the prompts ask for.
+
+`summarise` also asks for parts of a text word by word, `edit` for a whole file with one change.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""`specdec bench`: a load test of a gateway, with and without speculation."""
+"""`specdec bench`: a load test of a gateway, with and without speculation.
+
+With --drafts it compares drafts instead, see `bench_drafts`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,19 +18,22 @@ from rich.console import Console
 
 from specdec.bench import plots, prompts, report
 from specdec.bench.sweep import MODES, PLAIN, Measurement, Plan, Workload, sweep, warm_up
-from specdec.cli import foreground, pair
+from specdec.cli import bench_drafts, bench_flags, foreground, pair
+from specdec.cli.bench_drafts import Comparison, Recording
 from specdec.cli.bench_tables import Display, show
 from specdec.cli.client import explain, open_channel
 from specdec.cli.generate import Rule
 from specdec.cli.supervisor import ServiceDied, running
 from specdec.cli.terminal import fail, stderr, stdout, tell
 from specdec.models.cache import default_target_path, is_pulled
-from specdec.v1 import common_pb2
+from specdec.services import VERIFIER
 
 _MOST_CLIENTS = 1024
+_MOST_DRAFTED = 256
 
 
 def bench(
+    context: typer.Context,
     address: Annotated[
         str | None,
         typer.Option(help="host:port of a running gateway. [starts the services itself]"),
@@ -66,8 +71,12 @@ def bench(
         bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens in any case.")
     ] = False,
     num_draft_tokens: Annotated[
-        int | None,
-        typer.Option("-k", "--num-draft-tokens", min=1, help="Drafted tokens a round."),
+        str | None,
+        typer.Option(
+            "-k",
+            "--num-draft-tokens",
+            help="Drafted tokens a round; with --drafts several, separated by commas.",
+        ),
     ] = None,
     rule: Annotated[
         Rule | None, typer.Option(help="The acceptance rule; the server's default if left out.")
@@ -82,6 +91,24 @@ def bench(
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Cores for each model. [half; all if only plain]")
     ] = None,
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help="Score these drafts on one run of the target: default, lookup, suffix, a model or "
+            "host:port, separated by commas; + joins some to one, as in lookup+model."
+        ),
+    ] = None,
+    save_log: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep what the target wrote, for --from-log."),
+    ] = None,
+    from_log: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Score --drafts on a kept log, without the target."),
+    ] = None,
+    verifier_address: Annotated[
+        str, typer.Option(help="host:port of the --address's verifier, for logs.")
+    ] = f"127.0.0.1:{VERIFIER.port}",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")
     ] = None,
@@ -89,7 +116,9 @@ def bench(
         Path | None, typer.Option(metavar="FOLDER", help="Draw the results as PNG files.")
     ] = None,
 ) -> None:
-    """Measure speed under load, with and without speculation.
+    """Measure speed under load, or compare drafts.
+
+    Under load with and without speculation; drafts on one run of the target.
 
     The table goes to standard output, progress to standard error.
     """
@@ -99,37 +128,71 @@ def bench(
         **{"repeats": repeats, "requests": requests, "duration": duration, "timeout": timeout},
         **{"kinds": kinds, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos},
         **{"num_draft_tokens": num_draft_tokens, "rule": rule, "seed": seed},
-        "temperature": temperature,
+        **{"temperature": temperature, "drafts": drafts, "verifier_address": verifier_address},
+        **{"from_log": from_log and str(from_log), "save_log": save_log and str(save_log)},
     }
     if target is None and draft is not None:
         raise typer.BadParameter("name the --target that it is for", param_hint="--draft")
-    chosen = _choices(modes, MODES, "--modes")
+    ks = (
+        []
+        if num_draft_tokens is None
+        else bench_flags.numbers(num_draft_tokens, "-k", "tokens", 256)
+    )
+    workload = Workload(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        num_draft_tokens=ks[0] if ks else None,
+        acceptance_rule=bench_flags.rule_value(rule),
+        ignore_eos=ignore_eos,
+    )
+    chosen_prompts = prompts.mixed(bench_flags.choices(kinds, prompts.KINDS, "--kinds"), seed)
+    for host in (address, verifier_address):
+        bench_flags.refuse_remote(host, remote=remote)
+    if plot is not None and (advice := plots.missing()):
+        fail(advice)
+    for flag, file in (("--json", json_file), ("--save-log", save_log)):
+        if file is not None and not file.parent.is_dir():
+            fail(f"there is no folder {file.parent} for {flag}")
+    if drafts is not None or save_log is not None or from_log is not None:
+        bench_flags.refuse_flags(context, recorded=from_log is not None)
+        named = bench_flags.named(drafts, needed=from_log is not None)
+        for one in named:
+            bench_flags.refuse_remote(one.address, remote=remote)
+        recording = Recording(
+            addresses=None if address is None else (address, verifier_address),
+            target=target,
+            prompts=bench_flags.first(chosen_prompts, requests),
+            workload=workload,
+            duration=duration,
+        )
+        comparison = Comparison(
+            source=recording if from_log is None else bench_flags.read_log(from_log),
+            drafts=named,
+            ks=ks or [5],
+            options=bench_flags.model_options(dtype, num_threads or pair.shared_cores()),
+            timeout=timeout,
+        )
+        exit_code = bench_drafts.compare(
+            comparison, save_log=save_log, json_file=json_file, plot=plot, settings=settings
+        )
+        raise typer.Exit(exit_code)
+    if len(ks) > 1:
+        raise typer.BadParameter("several numbers need --drafts", param_hint="-k")
+    chosen = bench_flags.choices(modes, MODES, "--modes")
     try:
         plan = Plan(
-            prompts=prompts.mixed(_choices(kinds, prompts.KINDS, "--kinds"), seed),
-            concurrency=_numbers(concurrency),
+            prompts=chosen_prompts,
+            concurrency=bench_flags.numbers(concurrency, "--concurrency", "clients", _MOST_CLIENTS),
             modes=chosen,
             repeats=repeats,
             requests=requests,
             duration=duration,
             timeout=timeout,
-            workload=Workload(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                num_draft_tokens=num_draft_tokens,
-                acceptance_rule=_rule(rule),
-                ignore_eos=ignore_eos,
-            ),
+            workload=workload,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--concurrency") from None
-    if address is not None and not remote and not _is_loopback(address):
-        fail(f"{address} is not on this machine: add --remote if it may be put under load")
-    if plot is not None and (advice := plots.missing()):
-        fail(advice)
-    if json_file is not None and not json_file.parent.is_dir():
-        fail(f"there is no folder {json_file.parent} for --json")
     services = _services(address, target, draft, dtype, num_threads, chosen, stderr())
     results: list[Measurement] = []
     exit_code = _run(services, plan, results, stderr())
@@ -192,7 +255,7 @@ async def _services(
         draft, target = None, target or str(default_target_path())
     else:
         num_threads = num_threads or pair.shared_cores()
-    options = ("--dtype", dtype, *(("--num-threads", str(num_threads)) if num_threads else ()))
+    options = bench_flags.model_options(dtype, num_threads)
     children = pair.children(
         target=target,
         draft=draft,
@@ -203,37 +266,3 @@ async def _services(
     tell(console, "Starting the services; the models take some seconds.")
     async with running(children, pair.reporter(console)):
         yield f"127.0.0.1:{children[0].port}"
-
-
-def _rule(rule: Rule | None) -> common_pb2.AcceptanceRule.ValueType:
-    if rule is None:
-        return common_pb2.ACCEPTANCE_RULE_UNSPECIFIED
-    return common_pb2.AcceptanceRule.Value(f"ACCEPTANCE_RULE_{rule.name}")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise ValueError(f"{text!r} is no list of numbers such as 1,8") from None
-    if not 1 <= found[0] <= found[-1] <= _MOST_CLIENTS:
-        raise ValueError(f"numbers of clients are from 1 to {_MOST_CLIENTS}")
-    return found
-
-
-def _choices(text: str, allowed: Sequence[str], flag: str) -> list[str]:
-    found = list(dict.fromkeys(text.split(",")))
-    for name in found:
-        if name not in allowed:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(allowed)}", param_hint=flag)
-    return found
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

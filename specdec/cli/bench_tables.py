@@ -31,7 +31,9 @@ def show(measurements: Sequence[Measurement], console: Console) -> None:
         console.width = 200
     found = report.levels(measurements)
     ratios = {speedup.concurrency: speedup.median for speedup in report.speedups(measurements)}
-    table = _table("", "clients", "mode", "requests", "failed", "tokens/s", "× plain", "cached")
+    table = empty_table(
+        "", "clients", "mode", "requests", "failed", "tokens/s", "× plain", "cached"
+    )
     for level in found:
         ratio = ratios.get(level.concurrency) if level.mode == SPECULATIVE else None
         table.add_row(
@@ -41,7 +43,7 @@ def show(measurements: Sequence[Measurement], console: Console) -> None:
             f"{level.cached_tokens} of {level.prompt_tokens}",
         )
     console.print(table)
-    table = _table(
+    table = empty_table(
         *("milliseconds", "clients", "mode"),
         *("TTFT p50", "p95", "token p50", "p95", "request p50", "p95"),
     )
@@ -54,7 +56,7 @@ def show(measurements: Sequence[Measurement], console: Console) -> None:
             *(number(medians[f"latency_ms_{p}"], 0) for p in ("p50", "p95")),
         )
     console.print(table)
-    table = _table(
+    table = empty_table(
         *("speculation; milliseconds a round", "clients", "mode"),
         *("accepted", "length", "fallback", "draft", "verify", "wire", "queue"),
     )
@@ -83,13 +85,14 @@ def _show_kinds(measurements: Sequence[Measurement], console: Console) -> None:
     kinds = report.kinds(measurements)
     if not kinds:
         return
-    table = _table("speculation by kind", "kind", "accepted", "length")
+    table = empty_table("speculation by kind", "kind", "accepted", "length")
     for kind, found in kinds.items():
         table.add_row(kind, *_speculation(found.acceptance_rate, found.mean_acceptance_length))
     console.print(table)
 
 
-def _table(title: str, *columns: str) -> Table:
+def empty_table(title: str, *columns: str) -> Table:
+    """An empty table: names to the left, numbers to the right."""
     table = Table(
         title=f"\n{title}" if title else None,
         title_justify="left",
@@ -98,7 +101,7 @@ def _table(title: str, *columns: str) -> Table:
         header_style="bold",
     )
     for name in columns:
-        table.add_column(name, justify="left" if name in ("mode", "kind") else "right")
+        table.add_column(name, justify="left" if name in ("mode", "kind", "draft") else "right")
     return table
 
 
