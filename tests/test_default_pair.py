@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_service.settings import EMBEDDED_DRAFT_LAYERS
+from draft_service.settings import DEFAULT_DRAFT
 from specdec.models.cache import default_target_path
 from specdec.models.pull import pull_default_target
 from tests.stack import Stack, pair
@@ -78,9 +78,6 @@ async def greedy(stack: Stack, prompts: list[list[int]], k: int) -> list[list[in
 async def test_greedy_is_identical_to_transformers_for_every_k(
     default_target: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    options = {"keep_layers": list(EMBEDDED_DRAFT_LAYERS)}
-    async with pair(
-        default_target, default_target, draft_options=options, draft_patience_seconds=120.0
-    ) as stack:
+    async with pair(default_target, DEFAULT_DRAFT, draft_patience_seconds=120.0) as stack:
         for k in (0, 1, 2, 5, 8):
             assert await greedy(stack, prompts, k) == expected, f"k={k}"

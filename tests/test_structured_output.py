@@ -22,7 +22,7 @@ from grpc_status import rpc_status
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draft_service.settings import EMBEDDED_DRAFT_LAYERS
+from draft_service.settings import DEFAULT_DRAFT
 from gateway.grammar_check import grammar_fault
 from specdec import grammar
 from specdec.errors import SpecdecError
@@ -638,13 +638,12 @@ async def test_every_answer_of_the_default_pair_is_valid(
     pull_default_target(None, lambda stage, done, total: None)
     target = default_target_path()
     options = {"dtype": "bfloat16"}
-    draft_options = {**options, "keep_layers": list(EMBEDDED_DRAFT_LAYERS)}
     drafted = accepted = 0
     async with pair(
         target,
-        target,
+        DEFAULT_DRAFT,
         target_options=options,
-        draft_options=draft_options,
+        draft_options=options,
         draft_patience_seconds=120.0,
     ) as stack:
         for number, (name, (prompt, value)) in enumerate(SCHEMAS.items()):

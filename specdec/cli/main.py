@@ -9,7 +9,7 @@ from importlib import import_module
 import typer
 
 from specdec import services
-from specdec.cli import bench, demo, generate, health, models, up
+from specdec.cli import bench, demo, distill, generate, health, models, up
 
 app = typer.Typer(
     name="specdec",
@@ -24,6 +24,7 @@ app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
+app.command("distill")(distill.distill)
 app.command("health")(health.health)
 app.add_typer(models.app, name="models")
 

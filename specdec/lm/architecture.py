@@ -54,7 +54,11 @@ def _not_a_decoder(config: PreTrainedConfig) -> str:
 
 
 def runnable(
-    model: PreTrainedModel, effective_vocab_size: int, *, deterministic: bool = False
+    model: PreTrainedModel,
+    effective_vocab_size: int,
+    *,
+    vocabulary: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> CausalLM:
     """Makes a model ready for packed passes, and tries it out. `CausalLM` has the arguments.
 
@@ -66,8 +70,12 @@ def runnable(
     tokens = [token * 7919 % effective_vocab_size for token in _TRIAL_TOKENS]
     try:
         expected = _reference(model, tokens)
-        ready = CausalLM(model, effective_vocab_size, deterministic=deterministic)
+        ready = CausalLM(
+            model, effective_vocab_size, vocabulary=vocabulary, deterministic=deterministic
+        )
         found = _trial(ready, tokens)
+        if vocabulary is not None:
+            found = found[:, vocabulary.to(found.device)]
     except Exception as error:
         cause = " ".join(str(error).split())
         raise ModelLoadError(

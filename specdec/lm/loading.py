@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -13,11 +13,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+from specdec.lm import distilled
 from specdec.lm.architecture import (
     ModelLoadError,
     check_architecture,
@@ -39,6 +41,15 @@ class LoadedModel(NamedTuple):
     max_context_length: int
 
 
+class RawModel(NamedTuple):
+    """A model as transformers reads it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: torch.Tensor | None
+    """int64 [V'], the tokens of the head's rows, of a distilled draft."""
+
+
 def load(
     model_id: str,
     *,
@@ -47,6 +58,7 @@ def load(
     keep_layers: Sequence[int] | None = None,
     max_context_length: int | None = None,
     deterministic: bool = False,
+    base: str | None = None,
     team: Team | None = None,
 ) -> LoadedModel:
     """Loads a model for inference.
@@ -60,26 +72,70 @@ def load(
             from its own target in this way.
         max_context_length: a limit below the model's own, or None.
         deterministic: whether a row's logits must not depend on the other rows of a pass.
+        base: where a distilled draft finds the model that it was distilled from, if that is not
+            where it was.
         team: loads a shard of the model, as all processes of the team do; on its own device.
 
     Raises:
         ModelLoadError: the files are missing or broken, the architecture is not supported, or the
             tokenizer does not fit.
     """
-    _silence_transformers()
-    where = _source(model_id)
+    raw = read_model(model_id, device=device, dtype=dtype, base=base, team=team)
+    if keep_layers is not None:
+        _keep_layers(raw.model, keep_layers)
+    return ready(
+        raw,
+        model_id,
+        max_context_length=max_context_length,
+        deterministic=deterministic,
+        leads=team if rank() == 0 else None,
+    )
+
+
+def read_model(
+    model_id: str,
+    *,
+    device: str = "auto",
+    dtype: DType = "auto",
+    base: str | None = None,
+    team: Team | None = None,
+) -> RawModel:
+    """Reads a model's files, as `load` does.
+
+    Raises:
+        ModelLoadError: the files are missing or broken, or the architecture is not supported.
+    """
+    silence_transformers()
+    draft = distilled.read(model_id, base)
+    where = source_of(model_id)
+    if draft is not None:
+        if team is not None:
+            raise ModelLoadError(f"{model_id!r} is a distilled draft: it runs in one process")
+        # Configuration and tokenizer are the base's.
+        where = {
+            **source_of(distilled.source_of(draft.base.model_id)),
+            "revision": draft.base.revision,
+        }
     target_device = _device(device) if team is None else team.device
     try:
         config = AutoConfig.from_pretrained(**where)
         check_architecture(config)
         sharding: dict[str, Any] = {}
+        vocabulary = None
         if team is not None:
             check_plan(config, team.size)
             sharding["distributed_config"] = DistributedConfig(tp_plan="auto")
         raw_tokenizer = AutoTokenizer.from_pretrained(**where)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **where, **sharding, dtype=_dtype(dtype, target_device), output_loading_info=True
-        )
+        chosen_dtype = _dtype(dtype, target_device)
+        if draft is not None:
+            raw_model = draft.assemble(chosen_dtype)
+            vocabulary = torch.tensor(draft.vocabulary)
+        else:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                **where, **sharding, dtype=chosen_dtype, output_loading_info=True
+            )
+            raw_model, report = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
+            check_weights(model_id, raw_model, report)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -89,18 +145,38 @@ def load(
             f"cannot load {model_id!r}: {cause[:400]} (check the name, the network and that the "
             "files are complete)"
         ) from error
-    raw_model, report = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
-    check_weights(model_id, raw_model, report)
-    if keep_layers is not None:
-        _keep_layers(raw_model, keep_layers)
     if team is None:
         raw_model.to(device=target_device)  # type: ignore[call-arg]
     raw_model.eval()
+    return RawModel(raw_model, raw_tokenizer, vocabulary)
 
+
+def ready(
+    raw: RawModel,
+    model_id: str,
+    *,
+    max_context_length: int | None = None,
+    deterministic: bool = False,
+    leads: Team | None = None,
+) -> LoadedModel:
+    """Makes a model ready for packed passes; what transformers made of it is used up.
+
+    Args:
+        raw: as it was read.
+        model_id: what it was read from.
+        max_context_length: as of `load`.
+        deterministic: likewise.
+        leads: the team that follows this process, if there is one.
+
+    Raises:
+        ModelLoadError: the architecture is not supported, or the tokenizer does not fit.
+    """
+    raw_model, raw_tokenizer, vocabulary = raw
     if not isinstance(raw_tokenizer, PreTrainedTokenizerFast):
         raise ModelLoadError(f"{model_id!r}: its tokenizer has no form that can be served as JSON")
     tokenizer = TokenizerData.from_transformers(raw_tokenizer)
-    rows = raw_model.config.get_text_config().vocab_size
+    embedding: Any = raw_model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
     if tokenizer.effective_vocab_size > rows:
         raise ModelLoadError(
             f"{model_id!r}: its tokenizer has {tokenizer.effective_vocab_size} ids but the model "
@@ -110,10 +186,17 @@ def load(
     limits = [limit for limit in (own_limit, max_context_length) if limit]
     if not limits:
         raise ModelLoadError(f"{model_id!r} states no context length: give --max-context-length")
-    eos_token_ids = _eos_token_ids(raw_model, raw_tokenizer.eos_token_id)
-    model = runnable(raw_model, tokenizer.effective_vocab_size, deterministic=deterministic)
-    if team is not None and rank() == 0:
-        model = LeadingLM(model, team)
+    eos_token_ids = eos_token_ids_of(
+        (raw_model.generation_config, raw_model.config), raw_tokenizer.eos_token_id
+    )
+    model = runnable(
+        raw_model,
+        tokenizer.effective_vocab_size,
+        vocabulary=vocabulary,
+        deterministic=deterministic,
+    )
+    if leads is not None:
+        model = LeadingLM(model, leads)
     return LoadedModel(
         model,
         tokenizer,
@@ -122,7 +205,7 @@ def load(
     )
 
 
-def _source(model_id: str) -> dict[str, Any]:
+def source_of(model_id: str) -> dict[str, Any]:
     """How transformers is told where the files are."""
     path = Path(model_id).expanduser()
     if path.suffix == ".gguf":
@@ -140,7 +223,7 @@ def _source(model_id: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": model_id}
 
 
-def _silence_transformers() -> None:
+def silence_transformers() -> None:
     """Keeps the library's progress bars and advice out of the services' logs."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -192,9 +275,10 @@ def _keep_layers(model: PreTrainedModel, keep: Sequence[int]) -> None:
         config.layer_types = [config.layer_types[index] for index in keep]
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:
+def eos_token_ids_of(sources: Iterable[object], tokenizer_eos: int | None) -> tuple[int, ...]:
+    """The tokens that end a generation, as configurations and the tokenizer name them."""
     found: set[int] = set()
-    for source in (model.generation_config, model.config):
+    for source in sources:
         eos = getattr(source, "eos_token_id", None)
         found.update([eos] if isinstance(eos, int) else eos or ())
     if tokenizer_eos is not None:

@@ -121,12 +121,19 @@ class CausalLM:
     """A loaded model. Not thread-safe: the model thread owns it."""
 
     def __init__(
-        self, model: PreTrainedModel, effective_vocab_size: int, *, deterministic: bool = False
+        self,
+        model: PreTrainedModel,
+        effective_vocab_size: int,
+        *,
+        vocabulary: torch.Tensor | None = None,
+        deterministic: bool = False,
     ) -> None:
         """
         Args:
             model: as transformers loads it. It must not be used otherwise from here on.
             effective_vocab_size: the logits of ids from here on are padding, and cut off.
+            vocabulary: int64 [V'], the token that each row of the output head stands for, where
+                it has not got all of them; the others' logits are −inf.
             deterministic: whether a row's logits must not depend on the other rows of the pass.
 
         Raises:
@@ -134,19 +141,23 @@ class CausalLM:
                 takes what this runtime has not got.
         """
         self.effective_vocab_size = effective_vocab_size
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        embedding: Any = model.get_input_embeddings()
+        self.vocab_size = int(embedding.weight.shape[0])
         self.device = model.device
         self.dtype = model.dtype
         self.fixed_rows = FIXED_ROWS if deterministic else None
         # The argument was renamed in the course of transformers 5; both names are supported.
         renamed = "cache" in inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if renamed else "past_key_values"
+        self._vocabulary = None if vocabulary is None else vocabulary.to(self.device)
+        num_outputs = effective_vocab_size if vocabulary is None else len(vocabulary)
+        self._num_outputs = num_outputs
         self._model: PreTrainedModel | None = model
         self._fused: FusedDecoder | None = None
         probe = self._probe(model)
         self._layers = [probe.shapes[index] for index in range(len(probe.shapes))]
         if can_fuse(model):
-            self._fused = FusedDecoder(model, probe.windows, effective_vocab_size)
+            self._fused = FusedDecoder(model, probe.windows, num_outputs)
             self._model = None
         self.bytes_per_page = KVStore.bytes_per_page(self._layers, self.dtype)
         self._store = KVStore(self._layers, 0, self.dtype, self.device)
@@ -220,7 +231,7 @@ class CausalLM:
         if self._graphs is not None:
             logits = self._graphs.run(segments)
             if logits is not None:
-                return logits
+                return self._spread(logits)
         deterministic = self.fixed_rows is not None
         batch = pack(segments, self.device, num_rows=self.fixed_rows, deterministic=deterministic)
         rows = batch.logit_rows
@@ -229,7 +240,14 @@ class CausalLM:
             rows = rows.new_zeros(1)
         if self.fixed_rows is not None:
             rows = torch.cat([rows, rows.new_zeros(self.fixed_rows - len(rows))])
-        return self._run(batch, rows)[:count, : self.effective_vocab_size]
+        return self._spread(self._run(batch, rows)[:count, : self._num_outputs])
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """[M, outputs of the head] to [M, effective_vocab_size]."""
+        if self._vocabulary is None:
+            return logits
+        every = logits.new_full((len(logits), self.effective_vocab_size), -torch.inf)
+        return every.index_copy_(1, self._vocabulary, logits)
 
     def _run(self, batch: Batch, logit_rows: torch.Tensor) -> torch.Tensor:
         if self._fused is not None:
