@@ -82,7 +82,7 @@ async def services(
         draft: model folder; None for the default, if the target is the default one.
         drafters: as of `specdec draft`; None if there is to be no draft service at all.
         dtype: of the models.
-        threads: of all models together. Two models share them, each with at least one.
+        threads: of the target. A draft model has half of them: while it works the target waits.
         address: of a gateway that runs.
     """
     if address is not None:
@@ -93,15 +93,14 @@ async def services(
     # sleep between two operations.
     os.environ.setdefault("OMP_WAIT_POLICY", "ACTIVE")
     with_model = "model" in (drafters or "").split(",")
-    each = max(1, threads // 2) if with_model else threads
-    arguments = ("--dtype", dtype, "--num-threads", str(each))
+    each = max(1, threads // 2)
     children = pair.children(
         target=target or (None if with_model else str(default_target_path())),
         draft=draft if with_model else None,
         drafters=drafters,
         ports=pair.free_ports(),
-        target_options=arguments,
-        draft_options=arguments,
+        target_options=("--dtype", dtype, "--num-threads", str(threads)),
+        draft_options=("--dtype", dtype, "--num-threads", str(each)),
     )
     async with (
         running(children, lambda service, line: None),

@@ -80,7 +80,11 @@ class Proposing(Work):
             together = process(torch.cat([logits for _, logits, _ in processed]), rows)
             for (work, _, _), scores in zip(processed, together, strict=True):
                 with failing(work):
-                    work._append(work._sample(scores))
+                    if bool(scores.amax() > -torch.inf):
+                        work._append(work._sample(scores))
+                    else:
+                        # All that is allowed is outside of what the model can propose.
+                        work.finish(Draft(work._token_ids, work._distributions))
 
     def _append(self, token_id: int) -> None:
         self._token_ids.append(token_id)

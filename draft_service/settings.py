@@ -44,12 +44,12 @@ class DraftSettings(ModelServiceSettings):
         "tokenizer: what it drafts is translated by way of the text",
     )
     drafters: Annotated[list[str], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
-        ["model"],
-        description="what drafts, the preferred first, for example lookup,model: model is a "
-        "language model, lookup and suffix copy from prompt and output",
+        ["lookup", "model"],
+        description="what drafts, the preferred first: model is a language model, lookup and "
+        "suffix copy from prompt and output",
     )
     min_match: int = Field(
-        5,
+        3,
         ge=1,
         le=64,
         description="of several drafters, one that copies is preferred to the next if so many of "

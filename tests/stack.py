@@ -101,8 +101,8 @@ class Drafting:
 
 @asynccontextmanager
 async def draft(model: Path | None = None, **options: Any) -> AsyncIterator[tuple[str, Drafting]]:
-    """A draft service, by default with a model."""
-    settings = DraftSettings(**_model_options(model, options))
+    """A draft service, by default with a model alone."""
+    settings = DraftSettings(**_model_options(model, {"drafters": ["model"], **options}))
     servicer = DraftServicer()
     async with _service(services.DRAFT, settings.port, draft_main.serve(settings, servicer)) as at:
         yield at, Drafting(servicer)

@@ -311,9 +311,11 @@ def demo_ports(lines: list[str]) -> list[int]:
 
 
 @pytest.mark.slow
-async def test_demo_shows_one_answer_and_leaves_nothing(pulled: Path) -> None:
+async def test_demo_shows_one_answer_and_leaves_nothing(pulled: Path, draft_folder: Path) -> None:
     run = await specdec(
-        *("demo", "--prompt", "[bold]hello", "--max-new-tokens", "8"), SPECDEC_CACHE_DIR=str(pulled)
+        *("demo", "--prompt", "[bold]hello", "--max-new-tokens", "8"),
+        SPECDEC_CACHE_DIR=str(pulled),
+        SPECDEC_DRAFT_MODEL=str(draft_folder),
     )
     assert (run.status, run.err) == (0, ""), run
     assert "\n[bold]hello\n" in run.out
@@ -325,8 +327,11 @@ async def test_demo_shows_one_answer_and_leaves_nothing(pulled: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_ctrl_c_ends_a_demo_that_starts(pulled: Path) -> None:
-    async with started("demo", env=environment(SPECDEC_CACHE_DIR=str(pulled))) as process:
+async def test_ctrl_c_ends_a_demo_that_starts(pulled: Path, draft_folder: Path) -> None:
+    async with started(
+        "demo",
+        env=environment(SPECDEC_CACHE_DIR=str(pulled), SPECDEC_DRAFT_MODEL=str(draft_folder)),
+    ) as process:
         lines = Lines(process)
         await lines.until("^gateway +listening")
         end = await interrupted(process)

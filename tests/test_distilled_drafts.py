@@ -349,3 +349,26 @@ async def test_sampled_text_has_the_targets_distribution(
     counts.append(total - sum(counts))
     expected.append(total - sum(expected))
     assert float(stats.chisquare(counts, expected).pvalue) > 1e-4
+
+
+async def test_a_draft_that_knows_none_of_the_allowed_tokens_proposes_nothing(
+    target_folder: Path, draft: Path
+) -> None:
+    """Neither an error nor a forbidden token: the target goes on alone, and the draft stays."""
+    unknown = [token_id for token_id in range(1, 60) if token_id not in VOCABULARY]
+    async with pair(target_folder, draft) as stack:
+        for rule in ("rejection", "block", "coupled"):
+            for temperature in (0.0, 1.0):
+                result = await stack.generate(
+                    [20, 21],
+                    k=3,
+                    rule=rule,
+                    temperature=temperature,
+                    allowed_token_ids=unknown,
+                    max_new_tokens=6,
+                    ignore_eos=True,
+                )
+                assert set(result.token_ids) <= set(unknown)
+                assert len(result.token_ids) == 6
+                assert result.speculation.num_draft_tokens == 0
+                assert result.speculation.fallback_reason == "the draft proposed nothing"

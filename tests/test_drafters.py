@@ -286,7 +286,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_the_names_come_in_order_from_flag_and_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert load(DraftSettings, []).drafters == ["model"]
+    assert load(DraftSettings, []).drafters == ["lookup", "model"]
     assert load(DraftSettings, ["--drafters", "suffix,model"]).drafters == ["suffix", "model"]
     monkeypatch.setenv("SPECDEC_DRAFT_DRAFTERS", "lookup, suffix")
     assert load(DraftSettings, []).drafters == ["lookup", "suffix"]
@@ -407,6 +407,7 @@ COMBINATIONS = [
 PROMPT = [65, 66, 67, 68, 65, 66, 67, 68, 65, 66]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafters", "has_model"), COMBINATIONS)
 async def test_the_output_is_that_of_plain_decoding(
     target_folder: Path, draft_folder: Path, drafters: list[str], has_model: bool

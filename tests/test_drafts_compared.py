@@ -719,12 +719,12 @@ def test_names_of_drafts(tmp_path: Path) -> None:
     (tmp_path / "a+b").mkdir()
     found = parse(f"default,lookup,suffix+model,lookup+org/name,localhost:5,{tmp_path}/a+b,lookup")
     assert [(one.address, one.drafters, one.model) for one in found] == [
-        (None, (), None),
+        (None, ("model",), None),
         (None, ("lookup",), None),
         (None, ("suffix", "model"), None),
         (None, ("lookup", "model"), "org/name"),
-        ("localhost:5", (), None),
-        (None, (), f"{tmp_path}/a+b"),
+        ("localhost:5", ("model",), None),
+        (None, ("model",), f"{tmp_path}/a+b"),
     ]
     child = found[1].child(("--dtype", "float32"))
     assert child.arguments == (*("--drafters", "lookup", "--dtype", "float32"),)

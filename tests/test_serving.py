@@ -641,5 +641,6 @@ async def test_sigterm_ends_the_model_services_while_they_load(tmp_path: Path) -
             assert await asyncio.gather(verifier.end(5), draft.end(5)) == [0, 0]
             for connection in waiting:
                 connection.close()
-            for running in (verifier, draft):
-                assert running.events() == ["settings", "loading", "stopped"]
+            assert verifier.events() == ["settings", "loading", "stopped"]
+            # What a draft loads depends on its drafters, and most of them load nothing.
+            assert draft.events() == ["settings", "listening", "loading", "stopped"]

@@ -665,7 +665,9 @@ async def test_every_answer_of_the_default_pair_is_valid(
             for result in results:
                 jsonschema.validate(json.loads(result.text), value)
                 assert result.completion.finish_reason == STOP
-                assert result.speculation.fallback_rounds == 0
+                # All that the schema allows may be outside of the draft's vocabulary.
+                reason = result.speculation.fallback_reason
+                assert reason in ("", "the draft proposed nothing")
             of_schema = sum(result.speculation.num_draft_tokens for result in results)
             good = sum(result.speculation.num_accepted_tokens for result in results)
             tokens = sum(len(result.token_ids) for result in results) / len(results)

@@ -24,6 +24,8 @@ from specdec.serving import StartError
 from tests.stack import Stack, pair
 from tests.vocabularies import SENTENCES, byte_level, unigram
 
+pytestmark = pytest.mark.slow
+
 STORY = "".join(SENTENCES[:3])
 PROMPT = "the quick brown fox jumps"
 _WINDOW = 192

@@ -24,15 +24,15 @@ class NamedDraft:
     """As it was given."""
     address: str | None = None
     """host:port of one that runs."""
-    drafters: tuple[str, ...] = ()
-    """For `specdec draft --drafters`; none for a model alone."""
+    drafters: tuple[str, ...] = ("model",)
+    """For `specdec draft --drafters`."""
     model: str | None = None
     """Hub id, folder or GGUF file; None for the embedded default draft, if there is a model."""
 
     def child(self, options: tuple[str, ...]) -> Child:
         """The service to run on a free port, with further arguments."""
         arguments = (
-            *(("--drafters", ",".join(self.drafters)) if self.drafters else ()),
+            *("--drafters", ",".join(self.drafters)),
             *(("--model", self.model) if self.model else ()),
             *options,
         )
@@ -71,4 +71,4 @@ def _parse(name: str) -> NamedDraft:
         drafters.append(drafter)
         if drafter == "model" and part not in _DEFAULT:
             model = part
-    return NamedDraft(name, drafters=() if drafters == ["model"] else tuple(drafters), model=model)
+    return NamedDraft(name, drafters=tuple(drafters), model=model)

@@ -31,8 +31,8 @@ def children(
     Args:
         target: hub id, folder or GGUF file; None for the embedded default pair.
         draft: likewise; None with a target means no draft model.
-        drafters: what drafts, as in --drafters of the draft service; None for a model. Without this
-            and a draft model the target decodes plainly.
+        drafters: what drafts, as in --drafters of the draft service; None for its default. Without
+            this and a draft model the target decodes plainly.
         ports: of gateway, draft and verifier.
         target_options: further arguments for the verifier.
         draft_options: likewise for the draft.

@@ -33,8 +33,8 @@ def up(
     drafters: Annotated[
         str | None,
         typer.Option(
-            help="What drafts, the preferred first: model, lookup, suffix; for example "
-            "lookup,model. Only model needs a --draft. [model]"
+            help="What drafts, the preferred first: model, lookup, suffix. Only model needs a "
+            "--draft. [lookup,model]"
         ),
     ] = None,
     target_device: Annotated[str, typer.Option(help="Torch device of the target.")] = "auto",

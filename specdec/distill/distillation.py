@@ -187,7 +187,7 @@ class Distillation:
         stage = "Measuring"
         self._report(Progress(stage, 0, 3))
         draft_seconds, target_seconds = step_seconds(
-            [self._ready(student), self._target], self._max_context
+            self._ready(student), self._target, self._max_context
         )
         found = []
         for index, (texts, greedy) in enumerate(zip(held_out, (True, False), strict=True)):

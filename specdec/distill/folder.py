@@ -29,7 +29,8 @@ def base_of(target: PreTrainedModel, model_id: str) -> Base:
 
 def save(student: Student, base: Base, folder: Path) -> None:
     """Writes what `specdec draft --model` loads: weights in bfloat16, config with base and ids."""
-    config = student.config.to_dict()
+    # Where the target lay on this machine is nobody else's business.
+    config = {k: v for k, v in student.config.to_dict().items() if not k.endswith("name_or_path")}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     embedding = model.get_input_embeddings()

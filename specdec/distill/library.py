@@ -95,6 +95,7 @@ class Library:
     def _shards(
         self, name: str, stage: str, num_tokens: int, first: int, open_writer: Callable[[], Writer]
     ) -> list[Path]:
+        recipe = self._recipe
         paths: list[Path] = []
         written = 0
         writer: Writer | None = None
@@ -102,10 +103,14 @@ class Library:
             path = self._folder / name / f"{len(paths):05d}.safetensors"
             if not path.exists():
                 writer = writer or open_writer()
-                count = self._recipe.texts_per_shard
-                tasks = self._tasks(first + len(paths) * count, count)
+                # The last shards are no larger than what is missing, but fill the slots.
+                missing = -(-(num_tokens - written) // recipe.max_length)
+                count = min(max(missing, recipe.slots), recipe.texts_per_shard)
+                tasks = self._tasks(first, count)
                 self._write(stage, writer, tasks, path, written, num_tokens)
-            written += sum(len(text.logprobs) for text in load(path))
+            texts = load(path)
+            written += sum(len(text.logprobs) for text in texts)
+            first += len(texts)
             paths.append(path)
         return paths
 

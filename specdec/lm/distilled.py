@@ -122,7 +122,9 @@ def read(folder: str | Path, base: str | None = None) -> Distilled | None:
             origin = origin._replace(model_id=base, revision=None)
         return Distilled(path.parent, config, origin, section["vocabulary"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"cannot read {str(path)!r}: {error}") from error
+        raise ModelLoadError(
+            f"cannot read {str(path)!r}: {error} (check that the files are complete)"
+        ) from error
 
 
 def read_embedding(base: Base) -> torch.Tensor:
