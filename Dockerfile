@@ -1,6 +1,6 @@
-# One image per service: SERVICE_EXTRA is draft, verifier or gateway. Weights are not inside, but for
-# the small default draft; they are
-# kept in the volume /cache. The command line of the container is that of `specdec`.
+# One image per service: SERVICE_EXTRA is draft, verifier or gateway. No weights are inside but the
+# small default draft; they are kept in the volume /cache. The command line of the container is that
+# of `specdec`.
 ARG PYTHON_VERSION=3.11
 
 FROM python:${PYTHON_VERSION}-slim AS build
