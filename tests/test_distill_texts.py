@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from specdec.distill import texts as shards
 from specdec.distill.batches import collate, columns_of, epoch
 from specdec.distill.chat import Template, template_of
-from specdec.distill.library import Library
 from specdec.distill.recipe import Recipe, TrainingRecipe, WritingRecipe, differences, keep
+from specdec.distill.shards import Shards
 from specdec.distill.texts import Kind, Text
 from specdec.distill.writing import TEMPERATURES, Task
 from tests.distillation import TEMPLATE, packed, same
@@ -72,20 +72,20 @@ def test_a_shard_holds_what_was_saved(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-# The library.
+# Shards.
 
 
-def library(folder: Path, target: Any = None, *, prompts: Any = (), **recipe: Any) -> Library:
+def shards_in(folder: Path, target: Any = None, *, prompts: Any = (), **recipe: Any) -> Shards:
     sizes = {"texts_per_shard": 4, "slots": 2, "max_length": 24, "max_prompt": 6, "num_top": TOP}
     writing = WritingRecipe(**{**sizes, **recipe})
-    return Library(folder, writing, 1, target, TEMPLATE, prompts, lambda progress: None)
+    return Shards(folder, writing, 1, target, TEMPLATE, prompts, lambda progress: None)
 
 
 def test_texts_that_are_there_are_read_and_the_rest_is_written(
     tmp_path: Path, target_folder: Path
 ) -> None:
     model = packed(target_folder)
-    whole = library(tmp_path / "whole", model).texts(200)
+    whole = shards_in(tmp_path / "whole", model).texts(200)
     assert len(whole) >= 3
     # One shard less, and one that was begun and never finished.
     lost, begun = whole[1], whole[2]
@@ -94,7 +94,7 @@ def test_texts_that_are_there_are_read_and_the_rest_is_written(
     begun.unlink()
     lost.unlink()
     kept = whole[0].stat().st_mtime_ns
-    again = library(tmp_path / "whole", model).texts(200)
+    again = shards_in(tmp_path / "whole", model).texts(200)
     assert again == whole
     assert whole[0].stat().st_mtime_ns == kept
     for path in whole:
@@ -106,7 +106,7 @@ def test_texts_that_are_there_are_read_and_the_rest_is_written(
 
 def test_texts_of_one_kind_are_not_those_of_another(tmp_path: Path, target_folder: Path) -> None:
     model = packed(target_folder)
-    shelf = library(tmp_path, model, texts_per_shard=8)
+    shelf = shards_in(tmp_path, model, texts_per_shard=8)
     greedy, warm = shelf.held_out()
     assert {text.number % len(TEMPERATURES) for text in greedy} == {TEMPERATURES.index(0.0)}
     assert {text.number % len(TEMPERATURES) for text in warm} == {TEMPERATURES.index(1.0)}
@@ -120,7 +120,7 @@ def test_texts_of_one_kind_are_not_those_of_another(tmp_path: Path, target_folde
 
 
 def tasks_of(share: float, prompts: Sequence[list[int]], count: int) -> list[Task]:
-    shelf = library(Path("/nowhere"), prompts=prompts, corpus_share=share)
+    shelf = shards_in(Path("/nowhere"), prompts=prompts, corpus_share=share)
     return [task for first in range(0, count, 40) for task in shelf._tasks(first, 40)]
 
 
@@ -143,7 +143,7 @@ def test_all_prompts_of_the_corpus_are_answered_by_turns() -> None:
 
 def test_prompts_that_are_held_out_are_not_learned_from() -> None:
     prompts = [[i] for i in range(100)] * 2
-    shelf = library(Path("/nowhere"), prompts=prompts, corpus_share=1.0)
+    shelf = shards_in(Path("/nowhere"), prompts=prompts, corpus_share=1.0)
     held_out = {tuple(task.prompt or ()) for task in shelf._tasks(1 << 40, 128)}
     learned = {tuple(task.prompt or ()) for task in shelf._tasks(0, 4000)}
     rolled = {tuple(task.prompt or ()) for task in shelf._tasks(1 << 41, 4000)}

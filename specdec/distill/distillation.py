@@ -12,10 +12,10 @@ from specdec.distill import folder
 from specdec.distill.chat import template_of
 from specdec.distill.cost import step_seconds
 from specdec.distill.evaluation import acceptance, rounds
-from specdec.distill.library import Library
 from specdec.distill.progress import Progress, Report
 from specdec.distill.recipe import Recipe, differences, keep
 from specdec.distill.report import Acceptance, DraftReport
+from specdec.distill.shards import Shards
 from specdec.distill.student import Student, beginning_of
 from specdec.distill.texts import Text, load
 from specdec.distill.training import Step, Trainer
@@ -94,7 +94,7 @@ class Distillation:
         self._target, self._ends = target.model, sorted(template.ends)
         self._max_context = target.max_context_length
         prompts = [raw.tokenizer.encode(text, add_special_tokens=False) for text in corpus]
-        self._library = Library(
+        self._shards = Shards(
             self._work, recipe.writing, recipe.seed, target.model, template, prompts, report
         )
         report(Progress("Loading the target", 1, 1))
@@ -102,15 +102,15 @@ class Distillation:
     def run(self) -> DraftReport:
         """Does what is left to do. The draft is in the folder afterwards."""
         recipe = self._recipe.training
-        held_out = self._library.held_out()
-        shards = self._library.texts(recipe.tokens)
+        held_out = self._shards.held_out()
+        shards = self._shards.texts(recipe.tokens)
         # What does not begin as a part of the target begins at random.
         torch.manual_seed(self._recipe.seed)
         student = Student(self._beginning, self._vocabulary(shards), recipe.hidden_size)
         student.to(self._target.device)
         curve = self._train(student, "Learning", shards, recipe.epochs, 1.0, held_out[0])
         if recipe.rollout_tokens:
-            rollouts = self._library.rollouts(
+            rollouts = self._shards.rollouts(
                 recipe.rollout_tokens, lambda: self._ready(student), recipe.num_draft_tokens
             )
             stage = "Learning from mistakes"

@@ -22,7 +22,7 @@ _HELD_OUT_PROMPTS = 16
 """One prompt of so many is answered in texts that nobody learns from, and in no others."""
 
 
-class Library:
+class Shards:
     """Shards of texts in a folder."""
 
     def __init__(
