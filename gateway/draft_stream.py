@@ -9,13 +9,9 @@ from typing import NamedTuple
 import grpc
 
 from gateway.statistics import Exchange, Stopwatch
+from specdec.drafting import DraftRounds, Timeliness
 from specdec.errors import describe, reason_of
-from specdec.proposals import (
-    distributions_fault,
-    needs_distributions,
-    num_draft_tokens_fault,
-    token_ids_fault,
-)
+from specdec.proposals import distributions_fault, needs_distributions
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 _MOST_WAITING = 64
@@ -70,11 +66,9 @@ class DraftStream:
         self.cached_tokens = 0
         """How many tokens of the context the draft service had cached already."""
         self._call = stub.Draft(timeout=deadline, metadata=(("x-request-id", request_id),))
-        self._opening = opening
         self._effective_vocab_size = effective_vocab_size
         self._patience = patience
-        self._round = opening.round
-        self._tokens = [*opening.prompt_token_ids, *opening.committed_token_ids]
+        self._rounds = DraftRounds(opening, effective_vocab_size)
         self._stopwatch = Stopwatch()
         self._arrivals: asyncio.Queue[_Arrival | DraftFailure] = asyncio.Queue(_MOST_WAITING)
         self._ahead: list[_Arrival] = []
@@ -87,7 +81,7 @@ class DraftStream:
         Raises:
             DraftFailure: the stream broke.
         """
-        await self._write(draft_pb2.DraftRequest(open=self._opening))
+        await self._write(draft_pb2.DraftRequest(open=self._rounds.opening))
 
     async def proposal(self, limit: int) -> tuple[draft_pb2.Proposal, Exchange]:
         """Waits for the proposal of the current round, of at most `limit` tokens.
@@ -111,15 +105,7 @@ class DraftStream:
         Raises:
             DraftFailure: the stream broke.
         """
-        self._round += 1
-        advance = draft_pb2.Advance(
-            round=self._round,
-            base_length=len(self._tokens),
-            token_ids=token_ids,
-            num_draft_tokens=num_draft_tokens,
-        )
-        self._tokens += token_ids
-        await self._write(draft_pb2.DraftRequest(advance=advance))
+        await self._write(self._rounds.advance(token_ids, num_draft_tokens))
 
     def close(self) -> None:
         """Ends the session, at once and without waiting."""
@@ -155,37 +141,21 @@ class DraftStream:
                 self._stopwatch.include(arrival.response.opened.timings)
                 continue
             proposal = arrival.response.proposal
-            if proposal.round > self._round:
-                self._ahead.append(arrival)
-                if len(self._ahead) > _MOST_WAITING:
-                    raise DraftFailure("too many proposals for rounds that have not begun")
-            elif proposal.round < self._round or self._presumes_wrongly(proposal):
-                self.stale_proposals += 1
-            else:
-                self._ahead += waiting
-                return proposal, arrival.at_ns
-
-    def _presumes_wrongly(self, proposal: draft_pb2.Proposal) -> bool:
-        """Whether the proposal was pushed ahead for a verdict that was not given."""
-        presumed = list(proposal.presumed_token_ids)
-        if not presumed:
-            return False
-        begin = proposal.base_length - len(presumed)
-        return proposal.base_length != len(self._tokens) or self._tokens[begin:] != presumed
+            match self._rounds.timeliness(proposal):
+                case Timeliness.AHEAD:
+                    self._ahead.append(arrival)
+                    if len(self._ahead) > _MOST_WAITING:
+                        raise DraftFailure("too many proposals for rounds that have not begun")
+                case Timeliness.STALE:
+                    self.stale_proposals += 1
+                case Timeliness.CURRENT:
+                    self._ahead += waiting
+                    return proposal, arrival.at_ns
 
     def _fault(self, proposal: draft_pb2.Proposal, limit: int) -> str | None:
-        if proposal.base_length != len(self._tokens):
-            return (
-                f"it starts from base_length {proposal.base_length}, but {len(self._tokens)} "
-                f"tokens are committed in round {self._round}"
-            )
-        if proposal.temperature != self._opening.sampling.temperature:
-            return f"it was drafted at temperature {proposal.temperature}"
-        fault = num_draft_tokens_fault(len(proposal.token_ids), limit)
-        fault = fault or token_ids_fault(proposal.token_ids, self._effective_vocab_size)
-        if fault is None and needs_distributions(
-            self._opening.sampling, self._opening.acceptance_rule
-        ):
+        fault = self._rounds.fault(proposal, limit)
+        opening = self._rounds.opening
+        if fault is None and needs_distributions(opening.sampling, opening.acceptance_rule):
             fault = distributions_fault(
                 proposal.token_ids, proposal.distributions, self._effective_vocab_size
             )

@@ -6,7 +6,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from specdec.bench.acceptance import (
@@ -20,7 +19,7 @@ from specdec.bench.acceptance import (
 )
 from specdec.bench.measures import median
 from specdec.bench.replay import Replay
-from specdec.bench.report import machine
+from specdec.bench.report import heading
 from specdec.bench.target_log import TargetLog
 
 
@@ -158,10 +157,7 @@ def document(
 ) -> dict[str, Any]:
     """Everything, for a JSON file."""
     return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "interrupted": interrupted,
-        "machine": machine(),
-        "settings": settings,
+        **heading(settings, interrupted=interrupted),
         "target": None
         if log is None
         else {

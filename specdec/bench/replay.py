@@ -17,8 +17,8 @@ import grpc
 
 from specdec.bench.acceptance import Round
 from specdec.bench.target_log import Header, Output, TargetLog
+from specdec.drafting import DraftRounds, Timeliness
 from specdec.errors import describe
-from specdec.proposals import num_draft_tokens_fault, token_ids_fault
 from specdec.sessions import PROTOCOL_VERSION
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
@@ -189,24 +189,13 @@ class _Session:
         self, call: _DraftCall, opening: common_pb2.Open, effective_vocab_size: int
     ) -> None:
         self._call = call
-        self._temperature = opening.sampling.temperature
-        self._effective_vocab_size = effective_vocab_size
-        self._round = opening.round
-        self._tokens = list(opening.prompt_token_ids)
+        self._rounds = DraftRounds(opening, effective_vocab_size)
         self._ahead: list[draft_pb2.Proposal] = []
         """Proposals of rounds that have not begun."""
 
     async def advance(self, token_ids: Sequence[int], num_draft_tokens: int) -> None:
         """Commits tokens and asks for the next proposal."""
-        self._round += 1
-        advance = draft_pb2.Advance(
-            round=self._round,
-            base_length=len(self._tokens),
-            token_ids=token_ids,
-            num_draft_tokens=num_draft_tokens,
-        )
-        self._tokens += token_ids
-        await self._call.write(draft_pb2.DraftRequest(advance=advance))
+        await self._call.write(self._rounds.advance(token_ids, num_draft_tokens))
 
     async def proposal(self, limit: int) -> draft_pb2.Proposal:
         """Waits for the proposal of the current round, of at most `limit` tokens.
@@ -217,37 +206,22 @@ class _Session:
         waiting, self._ahead = self._ahead, []
         while True:
             proposal = waiting.pop(0) if waiting else await self._read()
-            if proposal.round > self._round:
-                self._ahead.append(proposal)
-                if len(self._ahead) > _MOST_AHEAD:
-                    raise DraftFault("too many proposals for rounds that have not begun")
-            elif proposal.round == self._round and not self._presumes_wrongly(proposal):
-                self._ahead += waiting
-                self._check(proposal, limit)
-                return proposal
+            match self._rounds.timeliness(proposal):
+                case Timeliness.AHEAD:
+                    self._ahead.append(proposal)
+                    if len(self._ahead) > _MOST_AHEAD:
+                        raise DraftFault("too many proposals for rounds that have not begun")
+                case Timeliness.CURRENT:
+                    self._ahead += waiting
+                    if (fault := self._rounds.fault(proposal, limit)) is not None:
+                        raise DraftFault(f"unusable proposal: {fault}")
+                    return proposal
 
     async def _read(self) -> draft_pb2.Proposal:
         while isinstance(response := await self._call.read(), draft_pb2.DraftResponse):
             if response.WhichOneof("message") == "proposal":
                 return response.proposal
         raise DraftFault("it ended the session")
-
-    def _presumes_wrongly(self, proposal: draft_pb2.Proposal) -> bool:
-        presumed = list(proposal.presumed_token_ids)
-        if not presumed:
-            return False
-        begin = proposal.base_length - len(presumed)
-        return proposal.base_length != len(self._tokens) or self._tokens[begin:] != presumed
-
-    def _check(self, proposal: draft_pb2.Proposal, limit: int) -> None:
-        fault = num_draft_tokens_fault(len(proposal.token_ids), limit)
-        fault = fault or token_ids_fault(proposal.token_ids, self._effective_vocab_size)
-        if proposal.base_length != len(self._tokens):
-            fault = f"it starts from {proposal.base_length} tokens, {len(self._tokens)} stand"
-        if proposal.temperature != self._temperature:
-            fault = f"it was drafted at temperature {proposal.temperature}"
-        if fault is not None:
-            raise DraftFault(f"unusable proposal: {fault}")
 
 
 def _explain(error: grpc.aio.AioRpcError) -> str:

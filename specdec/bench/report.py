@@ -133,15 +133,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def document(
-    measurements: Sequence[Measurement], settings: dict[str, Any], *, interrupted: bool
-) -> dict[str, Any]:
-    """Everything, for a JSON file."""
+def heading(settings: dict[str, Any], *, interrupted: bool) -> dict[str, Any]:
+    """What every JSON file says first: when, where and how."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "interrupted": interrupted,
         "machine": machine(),
         "settings": settings,
+    }
+
+
+def document(
+    measurements: Sequence[Measurement], settings: dict[str, Any], *, interrupted: bool
+) -> dict[str, Any]:
+    """Everything, for a JSON file."""
+    return {
+        **heading(settings, interrupted=interrupted),
         "levels": [asdict(level) for level in levels(measurements)],
         "speedups": [asdict(speedup) for speedup in speedups(measurements)],
         "kinds": {kind: asdict(found) for kind, found in kinds(measurements).items()},

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from specdec.bench.draft_scores import Acceptance, Verdict
 from specdec.bench.target_log import TargetLog
-from specdec.cli.bench_tables import empty_table, number
+from specdec.cli.bench_tables import empty_table, number, passing_bar
 from specdec.cli.terminal import tell
 
 
@@ -106,15 +105,7 @@ class Steps:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self._bar = passing_bar(console)
         self._task = self._bar.add_task("", total=None, visible=False)
 
     def __enter__(self) -> Steps:

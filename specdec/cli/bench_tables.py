@@ -105,6 +105,19 @@ def empty_table(title: str, *columns: str) -> Table:
     return table
 
 
+def passing_bar(console: Console) -> Progress:
+    """A bar that is gone at the end; where there is no terminal it is not shown."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
 class Display:
     """Shows how a sweep goes on: a bar on a terminal, and a line for each measurement."""
 
@@ -112,15 +125,7 @@ class Display:
         self._console = console
         self._num_points = num_points
         self._done = 0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self._bar = passing_bar(console)
         self._task = self._bar.add_task("warming up", total=None)
 
     def __enter__(self) -> Listener:

@@ -1,0 +1,77 @@
+"""A draft session as its client sees it: which proposal belongs to which round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from specdec.proposals import num_draft_tokens_fault, token_ids_fault
+from specdec.v1 import common_pb2, draft_pb2
+
+
+class Timeliness(Enum):
+    """When a proposal is of use."""
+
+    CURRENT = auto()
+    AHEAD = auto()
+    """It is for a round that has not begun."""
+    STALE = auto()
+    """The session has moved on, or a verdict was presumed that was not given."""
+
+
+class DraftRounds:
+    """The round and the committed tokens of a session that is open at a draft service."""
+
+    def __init__(self, opening: common_pb2.Open, effective_vocab_size: int) -> None:
+        """
+        Args:
+            opening: what the session was opened with.
+            effective_vocab_size: that of the target, which drafted ids must be within.
+        """
+        self.opening = opening
+        self._effective_vocab_size = effective_vocab_size
+        self._round = opening.round
+        self._tokens = [*opening.prompt_token_ids, *opening.committed_token_ids]
+
+    def advance(self, token_ids: Sequence[int], num_draft_tokens: int) -> draft_pb2.DraftRequest:
+        """Commits tokens. Returns what tells the draft so, and asks for the next proposal."""
+        self._round += 1
+        advance = draft_pb2.Advance(
+            round=self._round,
+            base_length=len(self._tokens),
+            token_ids=token_ids,
+            num_draft_tokens=num_draft_tokens,
+        )
+        self._tokens += token_ids
+        return draft_pb2.DraftRequest(advance=advance)
+
+    def timeliness(self, proposal: draft_pb2.Proposal) -> Timeliness:
+        """When a proposal is of use, if ever."""
+        if proposal.round > self._round:
+            return Timeliness.AHEAD
+        if proposal.round < self._round or self._presumes_wrongly(proposal):
+            return Timeliness.STALE
+        return Timeliness.CURRENT
+
+    def fault(self, proposal: draft_pb2.Proposal, limit: int) -> str | None:
+        """What is wrong with the proposal of this round, which may have `limit` tokens.
+
+        Distributions are not looked at.
+        """
+        if proposal.base_length != len(self._tokens):
+            return (
+                f"it starts from base_length {proposal.base_length}, but {len(self._tokens)} "
+                f"tokens are committed in round {self._round}"
+            )
+        if proposal.temperature != self.opening.sampling.temperature:
+            return f"it was drafted at temperature {proposal.temperature}"
+        fault = num_draft_tokens_fault(len(proposal.token_ids), limit)
+        return fault or token_ids_fault(proposal.token_ids, self._effective_vocab_size)
+
+    def _presumes_wrongly(self, proposal: draft_pb2.Proposal) -> bool:
+        """Whether the proposal was pushed ahead for a verdict that was not given."""
+        presumed = list(proposal.presumed_token_ids)
+        if not presumed:
+            return False
+        begin = proposal.base_length - len(presumed)
+        return proposal.base_length != len(self._tokens) or self._tokens[begin:] != presumed
