@@ -10,7 +10,7 @@ import re
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,13 +149,21 @@ class Scripted(gateway_pb2_grpc.GenerationServiceServicer):
 
 
 @asynccontextmanager
-async def scripted(*tokens: tuple[str, int], then: str = "complete") -> AsyncIterator[Scripted]:
+async def listening(add: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
+    """A server of what `add` adds to it, while the block runs. Yields its address."""
     server = grpc.aio.server()
-    servicer = Scripted(tokens, then)
-    gateway_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    add(server)
+    port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield servicer
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+@asynccontextmanager
+async def scripted(*tokens: tuple[str, int], then: str = "complete") -> AsyncIterator[Scripted]:
+    servicer = Scripted(tokens, then)
+    add = gateway_pb2_grpc.add_GenerationServiceServicer_to_server
+    async with listening(lambda server: add(servicer, server)) as servicer.address:
+        yield servicer

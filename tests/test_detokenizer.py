@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.detokenizer import Detokenizer
 from specdec.models.cache import default_target_path, is_pulled
 from tests.models import byte_tokens, make_tokenizer
+from tests.vocabularies import write_words_as_llama
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 WORDS = [*"ab.世界é\u0301▁", "▁▁", "▁a", "▁the", "ing", "▁,", REPLACEMENT]
@@ -53,17 +54,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     if kind == "llama":
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        tokenizer.decoder = decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
+        write_words_as_llama(tokenizer)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])

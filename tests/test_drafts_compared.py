@@ -39,7 +39,7 @@ from specdec.cli.draft_names import parse
 from specdec.sessions import PROTOCOL_VERSION
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, gateway_pb2
 from tests import stack
-from tests.cli import specdec, started
+from tests.cli import listening, specdec, started
 from tests.models import make_model, permuted_tokens
 from tests.test_cli_up import left_running
 
@@ -201,14 +201,9 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 
 @asynccontextmanager
 async def drafting(servicer: ScriptedDraft) -> AsyncIterator[ScriptedDraft]:
-    server = grpc.aio.server()
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
-    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
+    add = draft_pb2_grpc.add_DraftServiceServicer_to_server
+    async with listening(lambda server: add(servicer, server)) as servicer.address:
         yield servicer
-    finally:
-        await server.stop(None)
 
 
 async def played(address: str, log: TargetLog, k: int, timeout: float = 20.0) -> list[Replay]:

@@ -25,6 +25,21 @@ SENTENCES = (
 TEXT = "".join(SENTENCES) * 4
 
 
+def write_words_as_llama(tokenizer: Tokenizer) -> None:
+    """Gives a tokenizer the spaces of Llama 2: "▁" before each word. Bytes stand for the rest."""
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+
+
 @cache
 def byte_level(size: int = 400, eos: str = "<eos>", specials: tuple[str, ...] = ()) -> Vocabulary:
     """As of GPT-2: any bytes, and tokens that end inside of characters."""
@@ -59,17 +74,7 @@ def unigram() -> Vocabulary:
     specials = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     table = [*specials, *byte_tokens, *pieces]
     made = Tokenizer(models.Unigram(table, unk_id=0, byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    write_words_as_llama(made)
     made.add_special_tokens(["<s>", "</s>"])
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
