@@ -37,29 +37,35 @@ def columns_of(vocabulary: torch.Tensor, size: int) -> torch.Tensor:
 
 def epoch(texts: Sequence[Text], tokens_per_step: int, seed: int) -> Iterator[list[Text]]:
     """The texts in an order of their own, cut into batches of at most so many padded tokens."""
+    for batch in cut([len(text.token_ids) for text in texts], tokens_per_step, seed):
+        yield [texts[i] for i in batch]
+
+
+def cut(lengths: Sequence[int], tokens_per_step: int, seed: int) -> list[list[int]]:
+    """The batches of `epoch`, as indices of the texts; `lengths` are theirs in tokens."""
+    # The last token of a text has no follower, and is not fed.
+    fed = [length - 1 for length in lengths]
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(texts), generator=generator).tolist()
-    batches: list[list[Text]] = []
+    order = torch.randperm(len(fed), generator=generator).tolist()
+    batches: list[list[int]] = []
     for begin in range(0, len(order), _POOL):
-        pool = sorted((texts[i] for i in order[begin : begin + _POOL]), key=_length)
-        batch: list[Text] = []
-        for text in pool:
-            if batch and (len(batch) + 1) * _length(text) > tokens_per_step:
+        batch: list[int] = []
+        for index in sorted(order[begin : begin + _POOL], key=fed.__getitem__):
+            if batch and (len(batch) + 1) * fed[index] > tokens_per_step:
                 batches.append(batch)
                 batch = []
-            batch.append(text)
+            batch.append(index)
         batches.append(batch)
-    for index in torch.randperm(len(batches), generator=generator).tolist():
-        yield batches[index]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
 def collate(texts: Sequence[Text], columns: torch.Tensor) -> Batch:
     """Puts texts side by side; `columns` is of `columns_of`."""
-    width = max(map(_length, texts))
+    width = max(len(text.token_ids) for text in texts) - 1
     token_ids = torch.zeros(len(texts), width, dtype=torch.int64)
     rows = []
     for index, text in enumerate(texts):
-        token_ids[index, : _length(text)] = text.token_ids[:-1]
+        token_ids[index, : len(text.token_ids) - 1] = text.token_ids[:-1]
         rows.append(text.written.nonzero()[:, 0] - 1 + index * width)
     found = columns[torch.cat([text.top_ids for text in texts]).long()]
     probabilities = torch.cat([text.top_logprobs for text in texts]).float().exp()
@@ -70,8 +76,3 @@ def collate(texts: Sequence[Text], columns: torch.Tensor) -> Batch:
         probabilities.masked_fill(found < 0, 0.0),
         torch.cat([text.weights for text in texts]),
     )
-
-
-def _length(text: Text) -> int:
-    """How many tokens are fed: the last one has no follower."""
-    return len(text.token_ids) - 1

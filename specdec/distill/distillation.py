@@ -17,7 +17,7 @@ from specdec.distill.recipe import Recipe, differences, keep
 from specdec.distill.report import Acceptance, DraftReport
 from specdec.distill.shards import Shards
 from specdec.distill.student import Student, beginning_of
-from specdec.distill.texts import Text, load
+from specdec.distill.texts import Text, load, num_written
 from specdec.distill.training import Step, Trainer
 from specdec.lm import loading
 from specdec.lm.distilled import source_of
@@ -124,9 +124,8 @@ class Distillation:
         turn."""
         counts = torch.zeros(len(self._beginning.embedding), dtype=torch.int64)
         for path in shards:
-            for text in load(path):
-                written = text.token_ids[text.written].long()
-                counts += torch.bincount(written, minlength=len(counts))
+            written = torch.cat([text.token_ids[text.written] for text in load(path)])
+            counts += torch.bincount(written.long(), minlength=len(counts))
         counts[self._ends] = counts.max() + 1
         size = min(self._recipe.training.draft_vocab, self._target.effective_vocab_size)
         counts[self._target.effective_vocab_size :] = -1
@@ -202,7 +201,7 @@ class Distillation:
             layers=list(self._beginning.indices),
             num_outputs=len(student.vocabulary),
             num_parameters=sum(p.numel() for p in student.parameters()),
-            num_texts_tokens=sum(len(text.logprobs) for path in shards for text in load(path)),
+            num_texts_tokens=sum(map(num_written, shards)),
             device=str(self._target.device),
             draft_step_ms=draft_seconds * 1e3,
             target_step_ms=target_seconds * 1e3,

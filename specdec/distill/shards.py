@@ -10,7 +10,7 @@ import torch
 from specdec.distill.chat import Template
 from specdec.distill.progress import Progress, Report
 from specdec.distill.recipe import WritingRecipe
-from specdec.distill.texts import Text, load, save
+from specdec.distill.texts import Text, lengths, load, num_written, save
 from specdec.distill.writing import TEMPERATURES, Task, Writer
 from specdec.lm.model import CausalLM
 
@@ -108,9 +108,8 @@ class Shards:
                 count = min(max(missing, recipe.slots), recipe.texts_per_shard)
                 tasks = self._tasks(first, count)
                 self._write(stage, writer, tasks, path, written, num_tokens)
-            texts = load(path)
-            written += sum(len(text.logprobs) for text in texts)
-            first += len(texts)
+            written += num_written(path)
+            first += len(lengths(path))
             paths.append(path)
         return paths
 

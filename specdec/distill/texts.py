@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 
@@ -59,6 +60,19 @@ def save(texts: Sequence[Text], path: Path) -> None:
         partial,
     )
     partial.replace(path)
+
+
+def lengths(path: Path) -> list[int]:
+    """The tokens of each text of a shard, of which nothing else is read."""
+    with safe_open(path, framework="pt") as held:
+        found: list[int] = held.get_tensor("lengths").tolist()
+    return found
+
+
+def num_written(path: Path) -> int:
+    """How many tokens of a shard the target wrote. Only the file's header is read."""
+    with safe_open(path, framework="pt") as held:
+        return int(held.get_slice("logprobs").get_shape()[0])
 
 
 def load(path: Path) -> list[Text]:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.distill.batches import collate, columns_of, epoch
+from specdec.distill.batches import collate, columns_of, cut, epoch
 from specdec.distill.sparse_loss import sparse_cross_entropy
 from specdec.distill.student import Student, half_precision
-from specdec.distill.texts import Text, load
+from specdec.distill.texts import Text, lengths, load
 
 _WARM_UP, _LAST_RATE = 0.05, 0.02
 """Of the schedule, as parts of all steps and of the peak."""
@@ -76,7 +76,10 @@ class Trainer:
             for number in range(epochs)
             for path in _shuffled(shards, seed + number)
         ]
-        self._num_steps = sum(len(list(self._batches(*each))) for each in self._passes)
+        sizes = {path: lengths(path) for path in shards}
+        self._num_steps = sum(
+            len(cut(sizes[path], tokens_per_step, seed)) for path, seed in self._passes
+        )
         matrices = [p for p in student.decoder.parameters() if p.dim() == 2]
         known = {id(p) for p in matrices}
         others = [p for p in student.parameters() if id(p) not in known]
