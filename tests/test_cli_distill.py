@@ -258,6 +258,51 @@ def test_users_prompts_are_answered(tmp_path: Path, target_folder: Path) -> None
     assert "corpus_sha256 was" in distill(tmp_path, *command).err
 
 
+@pytest.mark.slow
+def test_the_texts_of_others_are_learned(
+    whole: tuple[Path, Run], tmp_path: Path, target_folder: Path, draft_folder: Path
+) -> None:
+    """The same texts with the same seed make the same draft, whoever wrote them."""
+    other = whole[0] / "draft"
+    held = [
+        (other / "work" / name).read_bytes() for name in ("recipe.json", "texts/00000.safetensors")
+    ]
+    settings = (*SETTINGS, "--tokens", "0", "--texts", other, "--rollout-tokens", "0")
+    run = distill(tmp_path / "a", "--target", target_folder, *settings)
+    assert run.status == 0, run
+    assert "\nWriting:" not in run.err
+    report = json.loads((tmp_path / "a" / "draft" / "report.json").read_text())
+    written = json.loads((other / "report.json").read_text())
+    assert report["tokens_written"] == written["tokens_written"]
+    source = report["recipe"]["training"]["texts"][0]
+    assert source["writing"] == written["recipe"]["writing"]
+    assert source["tokens"] == written["tokens_written"]
+    first_phase = len(report["curve"])
+    assert report["curve"] == written["curve"][:first_phase]
+    # Nobody's texts are touched, and both kinds may be mixed.
+    assert held == [
+        (other / "work" / name).read_bytes() for name in ("recipe.json", "texts/00000.safetensors")
+    ]
+    mixed = (*settings, "--tokens", "300", "--texts", tmp_path / "b" / "draft")
+    run = distill(tmp_path / "b", "--target", target_folder, *SETTINGS, "--rollout-tokens", "0")
+    assert run.status == 0, run
+    run = distill(tmp_path / "c", "--target", target_folder, *mixed)
+    assert run.status == 0, run
+    report = json.loads((tmp_path / "c" / "draft" / "report.json").read_text())
+    assert report["tokens_written"] > 2 * written["tokens_written"]
+    # What has grown since then is something else to learn from.
+    (other / "work" / "texts" / "00009.safetensors").write_bytes(
+        (other / "work" / "texts" / "00000.safetensors").read_bytes()
+    )
+    try:
+        run = distill(tmp_path / "a", "--target", target_folder, *settings)
+    finally:
+        (other / "work" / "texts" / "00009.safetensors").unlink()
+    assert "texts was" in refused(run)
+    run = distill(tmp_path / "d", "--target", draft_folder, *settings)
+    assert "were written by" in refused(run)
+
+
 # What cannot be done is said in a line.
 
 
@@ -319,6 +364,21 @@ def test_a_corpus_that_cannot_be_read_is_refused(
     corpus = tmp_path / name
     corpus.write_bytes(content if isinstance(content, bytes) else content.encode())
     run = distill(tmp_path, "--target", target_folder, "--corpus", corpus)
+    assert reason in refused(run)
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--tokens", "0"), "nothing to learn from"),
+        (("--texts", "."), "holds no texts of a distillation"),
+    ],
+)
+def test_nothing_to_learn_from_is_refused(
+    tmp_path: Path, target_folder: Path, options: tuple[str, ...], reason: str
+) -> None:
+    run = distill(tmp_path, "--target", target_folder, *options)
     assert reason in refused(run)
     assert not (tmp_path / "draft").exists()
 

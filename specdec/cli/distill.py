@@ -45,8 +45,15 @@ def distill(
         typer.Option(help="Hub id or folder of the target; the embedded default if left out."),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that the target writes to learn from.")
+        int, typer.Option(min=0, help="Tokens that the target writes to learn from.")
     ] = 2_000_000,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="The --out of another distillation, whose texts are learned as well. May be "
+            "given several times."
+        ),
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="How often they are learned.")] = 4,
     rollout_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of the on-policy phase; 0 leaves it out.")
@@ -133,7 +140,9 @@ def distill(
     )
     console = stderr()
     try:
-        result = _distil(recipe, out, device, num_threads, compile_model, prompts, console)
+        result = _distil(
+            recipe, out, device, num_threads, compile_model, prompts, texts or [], console
+        )
     except KeyboardInterrupt:
         tell(console, f"stopped; the same command goes on from what is in {out}")
         raise typer.Exit(130) from None
@@ -149,6 +158,7 @@ def _distil(
     num_threads: int | None,
     compile_model: bool | None,
     prompts: list[str],
+    texts_of: list[Path],
     console: Console,
 ) -> DraftReport:
     tell(console, "Loading torch.")
@@ -167,6 +177,7 @@ def _distil(
                 device=device,
                 compile_model=compile_model,
                 corpus=prompts,
+                texts_of=texts_of,
                 report=report,
             )
             return distillation.run()

@@ -15,6 +15,7 @@ from specdec.distill.evaluation import acceptance, rounds
 from specdec.distill.progress import Progress, Report
 from specdec.distill.recipe import Recipe, differences, keep
 from specdec.distill.report import Acceptance, DraftReport
+from specdec.distill.reuse import reuse
 from specdec.distill.shards import Shards
 from specdec.distill.student import Student, beginning_of
 from specdec.distill.texts import Text, load, num_written
@@ -45,6 +46,7 @@ class Distillation:
         device: str,
         compile_model: bool | None,
         corpus: Sequence[str],
+        texts_of: Sequence[Path],
         report: Report,
     ) -> None:
         """
@@ -54,12 +56,23 @@ class Distillation:
             device: of target and student.
             compile_model: whether to compile the student's layers for training; None does on CUDA.
             corpus: what users say, if the target is not to think of all of it.
+            texts_of: folders of distillations whose texts are learned as well.
             report: told of progress.
 
         Raises:
             DistillError: the settings fit neither the target nor what was begun in the folder.
             ModelLoadError: the target cannot be loaded.
         """
+        try:
+            reused = [reuse(each, recipe.target, recipe.writing.num_top) for each in texts_of]
+        except ValueError as error:
+            raise DistillError(str(error)) from error
+        self._reused = [shard for each in reused for shard in each.shards]
+        if not self._reused and not recipe.training.tokens:
+            raise DistillError("there is nothing to learn from: give --tokens, or --texts")
+        texts = tuple(each.texts for each in reused)
+        training = recipe.training.model_copy(update={"texts": texts})
+        recipe = recipe.model_copy(update={"training": training})
         self._recipe, self._out, self._report = recipe, out, report
         self._work = out / "work"
         changed = differences(self._work / "recipe.json", recipe)
@@ -103,7 +116,7 @@ class Distillation:
         """Does what is left to do. The draft is in the folder afterwards."""
         recipe = self._recipe.training
         held_out = self._shards.held_out()
-        shards = self._shards.texts(recipe.tokens)
+        shards = self._shards.texts(recipe.tokens) + self._reused
         # What does not begin as a part of the target begins at random.
         torch.manual_seed(self._recipe.seed)
         student = Student(self._beginning, self._vocabulary(shards), recipe.hidden_size)

@@ -32,6 +32,19 @@ class WritingRecipe(BaseModel):
     """Of the texts: those that answer the user's own prompts, if there are any."""
 
 
+class WrittenTexts(BaseModel):
+    """Texts that another distillation wrote."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int
+    writing: WritingRecipe
+    tokens: int
+    """That the target wrote."""
+    sha256: str
+    """Of the shards."""
+
+
 class TrainingRecipe(BaseModel):
     """How the student learns."""
 
@@ -43,8 +56,10 @@ class TrainingRecipe(BaseModel):
     """The target's own if None."""
     draft_vocab: int = Field(8192, ge=2)
     """Tokens that the student can propose, at most."""
-    tokens: int = Field(2_000_000, ge=1)
+    tokens: int = Field(2_000_000, ge=0)
     """Tokens that the target writes for the student to learn from."""
+    texts: tuple[WrittenTexts, ...] = ()
+    """What it learns from besides."""
     epochs: int = Field(4, ge=1)
     tokens_per_step: int = Field(4096, ge=1)
     learning_rate: float = Field(0.03, gt=0)

@@ -102,7 +102,9 @@ class DraftReport:
         recipe, training = self.recipe, self.recipe.training
         # Where it lies on one machine is nobody else's business.
         target = Path(recipe.target).name if Path(recipe.target).is_absolute() else recipe.target
-        taught = "prompts of a corpus and of its own" if recipe.writing.corpus_sha256 else "nothing"
+        writings = [recipe.writing, *(each.writing for each in training.texts)]
+        corpora = any(each.corpus_sha256 for each in writings)
+        taught = "prompts of a corpus and of its own" if corpora else "nothing"
         lines = [
             "---",
             f"license: {recipe.license}",
