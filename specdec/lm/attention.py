@@ -51,6 +51,12 @@ class KVStore:
             0, slots, keys_values
         )
 
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copies what is at slots, int64 [N], to others. All are read before any is written."""
+        for base in self._bases.values():
+            slots = base.flatten(1, 2)
+            slots.index_copy_(1, destinations, slots.index_select(1, sources))
+
     def clear(self, pages: list[int]) -> None:
         """Overwrites pages with zeros.
 

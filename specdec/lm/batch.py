@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.lm.pages import PAGE_SIZE, ZERO_PAGE, pages_for
+from specdec.lm.tree import Branches, Span, Tree, branches
 
 _GATHERED_ON_CPU = 8192
 """Tokens. The keys and values that attention gathers at a time should stay in a CPU's cache."""
@@ -22,11 +23,30 @@ class Segment(NamedTuple):
     token_ids: Sequence[int]
     """The tokens that are fed, at least one."""
     start: int
-    """The position of the first: how many tokens of the sequence are cached already."""
+    """The place of the first: how many tokens of the sequence are cached already."""
     pages: Sequence[int]
     """Of the sequence, with room for these tokens."""
     num_logits: int
     """For how many of the last rows logits are wanted."""
+    tree: Tree | None = None
+    """Of the sequence; None if its tokens up to the last of these rows are a chain."""
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the sequence are cached afterwards."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Of each row: how many tokens of the sequence it follows."""
+        if self.tree is None:
+            return range(self.start, self.end)
+        return self.tree.positions(self.start, self.end)
+
+    @property
+    def span(self) -> Span:
+        """Which of the sequence's tokens these are."""
+        return Span(self.start, self.end, self.tree)
 
 
 @dataclass
@@ -45,6 +65,8 @@ class Group:
     """Set if there is one list of pages and they lie side by side: no copy is needed then."""
     sees_all: bool = False
     """Whether there is one row, and all L keys are its past."""
+    branches: Branches | None = None
+    """Set if a sequence has a tree."""
     keys_of_rows: list[int] | None = None
     """Deterministic: how many keys each row reads, by its own position alone."""
     _masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
@@ -70,11 +92,14 @@ class Group:
             return None
         found = self._masks.get((window, repeats, dtype))
         if found is None:
-            keys = torch.arange(self.num_keys, device=self.positions.device)
+            width = 0 if self.branches is None else self.branches.distances.shape[-1]
+            keys = torch.arange(self.num_keys + width, device=self.positions.device)
             rows = self.positions.unsqueeze(-1)
             hidden = keys > rows
             if window is not None:
                 hidden |= keys <= rows - window
+            if self.branches is not None:
+                hidden = self.branches.hide(hidden, window)
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             found = zeros.masked_fill_(hidden, -torch.inf).unsqueeze(1).repeat(1, 1, repeats, 1)
             self._masks[window, repeats, dtype] = found
@@ -111,8 +136,13 @@ def pack(
         segments: at least one.
         device: of the tensors.
         num_rows: pads with rows that nobody reads, up to so many.
-        deterministic: whether attention treats each row by itself.
+        deterministic: whether attention treats each row by itself. There may be no trees then.
+
+    Raises:
+        NotImplementedError: there is one.
     """
+    if deterministic and any(segment.tree is not None for segment in segments):
+        raise NotImplementedError("trees of drafted tokens in deterministic mode")
     keyed: dict[tuple[int, ...], list[int]] = {}
     for index, segment in enumerate(segments):
         keyed.setdefault(_group_key(index, segment, deterministic), []).append(index)
@@ -130,8 +160,8 @@ def pack(
             segment = segments[index]
             first_row[index] = len(token_ids)
             token_ids.extend(segment.token_ids)
-            places = range(segment.start, segment.start + len(segment.token_ids))
-            positions.extend(places)
+            places = range(segment.start, segment.end)
+            positions.extend(places if segment.tree is None else segment.positions)
             slots.extend(slot(segment.pages, place) for place in places)
         parts.append((slice(begin, len(token_ids)), [segments[i] for i in members]))
     logit_rows: list[int] = []
@@ -156,15 +186,15 @@ def pack(
     )
 
 
-def slot(pages: Sequence[int], position: int) -> int:
-    """Where the keys and values of a position go."""
-    return pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+def slot(pages: Sequence[int], place: int) -> int:
+    """Where the keys and values of the token at this place of a sequence go."""
+    return pages[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE
 
 
 def _group(
     rows: slice, positions: torch.Tensor, members: list[Segment], *, deterministic: bool
 ) -> Group:
-    ends = [member.start + len(member.token_ids) for member in members]
+    ends = [member.end for member in members]
     longest = max(ends)
     num_keys = longest if len(members) == 1 else pages_for(longest) * PAGE_SIZE
     keys_of_rows = None
@@ -180,20 +210,27 @@ def _group(
     page = lists[0][0]
     adjacent = len(lists) == 1 and lists[0] == list(range(page, page + count))
     rows_each = len(members[0].token_ids)
+    found = None
+    if any(member.tree is not None for member in members):
+        spans = [member.span for member in members]
+        width = max(span.width for span in spans)
+        parts = branches(spans, (len(spans), rows_each, width), num_keys)
+        found = Branches(*(part.to(positions.device) for part in parts))
     return Group(
         rows=rows,
         positions=positions.view(-1, 1 if deterministic else rows_each),
         pages=torch.tensor(lists, dtype=torch.int64, device=positions.device),
         num_keys=num_keys,
         first_page=page if adjacent else None,
-        sees_all=len(members) == 1 and rows_each == 1 and not deterministic,
+        sees_all=len(members) == 1 and rows_each == 1 and not deterministic and found is None,
         keys_of_rows=keys_of_rows,
+        branches=found,
     )
 
 
 def _parted(members: list[int], segments: Sequence[Segment]) -> Iterator[list[int]]:
     """Splits a group by how much is gathered for it."""
-    longest = max(segments[i].start + len(segments[i].token_ids) for i in members)
+    longest = max(segments[i].end for i in members)
     at_once = max(1, _GATHERED_ON_CPU // longest)
     for begin in range(0, len(members), at_once):
         yield members[begin : begin + at_once]
@@ -205,5 +242,5 @@ def _group_key(index: int, segment: Segment, deterministic: bool) -> tuple[int, 
         return (index,)
     # A short context in one call with a long one would be padded to its length; by powers of two
     # it at most doubles.
-    pages = pages_for(segment.start + len(segment.token_ids))
+    pages = pages_for(segment.end)
     return (len(segment.token_ids), pages.bit_length())

@@ -16,6 +16,7 @@ import torch
 
 from specdec.lm.batch import Batch, Group, Segment, slot
 from specdec.lm.pages import PAGE_SIZE, ZERO_PAGE, pages_for
+from specdec.lm.tree import Branches, branches
 
 _log = structlog.get_logger()
 
@@ -37,10 +38,14 @@ class Bucket(NamedTuple):
 BUCKETS = tuple(
     Bucket(sequences, rows, pages)
     for pages in (16, 64, 256)
-    for rows in (1, 8)
+    for rows, most in ((1, 32), (8, 32), (16, 16))
     for sequences in (1, 2, 4, 8, 16, 32)
+    if sequences <= most
 )
-"""Contexts of 256, 1024 and 4096 tokens; 8 rows hold proposals of up to 7 tokens."""
+"""Contexts of 256, 1024 and 4096 tokens; 8 rows hold proposals of up to 7 tokens, 16 rows trees of
+up to 15. With more sequences of 16 rows a pass would often be mostly padding."""
+TREE_WIDTH = 32
+"""Of a tree, so many tokens may be cached after the pass. It need not be fed in one."""
 
 
 @cache
@@ -82,18 +87,34 @@ class _Recorded:
         self._token_ids, self._positions, self._slots = zeros(count), zeros(count), zeros(count)
         self._pages = zeros(bucket.sequences, bucket.pages)
         self._slots.fill_(self._scratch)
+        self._num_keys = bucket.pages * PAGE_SIZE
+        self._branches: Branches | None = None
+        if bucket.rows > 1:
+            self._branches = Branches(
+                zeros(bucket.sequences).fill_(self._num_keys),
+                zeros(bucket.sequences, bucket.rows, TREE_WIDTH),
+            )
+        self._holds_trees = False
 
         def function() -> torch.Tensor:
             group = Group(
                 rows=slice(0, count),
                 positions=self._positions.view(bucket.sequences, bucket.rows),
                 pages=self._pages,
-                num_keys=bucket.pages * PAGE_SIZE,
+                num_keys=self._num_keys,
+                branches=self._branches,
             )
             every_row = torch.arange(count, device=device)
             return run(Batch(self._token_ids, self._positions, self._slots, [group], every_row))
 
         self._logits, self._replay = record(function)
+
+    def fits(self, sequences: int, rows: int, pages: int, tree_width: int) -> bool:
+        """Whether it holds so many sequences with at most so many rows each."""
+        most = self.bucket
+        if tree_width > (0 if self._branches is None else TREE_WIDTH):
+            return False
+        return sequences <= most.sequences and rows <= most.rows and pages <= most.pages
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Replays with these segments. Returns their logits, copied out."""
@@ -105,11 +126,11 @@ class _Recorded:
         wanted: list[int] = []
         for segment in segments:
             missing = rows - len(segment.token_ids)
-            places = range(segment.start, segment.start + len(segment.token_ids))
+            places = range(segment.start, segment.end)
             end = len(token_ids) + len(segment.token_ids)
             wanted.extend(range(end - segment.num_logits, end))
             token_ids.extend([*segment.token_ids, *[0] * missing])
-            positions.extend([*places, *[0] * missing])
+            positions.extend([*segment.positions, *[0] * missing])
             slots.extend([*(slot(segment.pages, p) for p in places), *[self._scratch] * missing])
             used = list(segment.pages[: pages_for(places.stop)])
             pages.append(used + [ZERO_PAGE] * (self.bucket.pages - len(used)))
@@ -122,9 +143,21 @@ class _Recorded:
             (self._pages, pages + [[ZERO_PAGE] * self.bucket.pages] * absent),
         ):
             static.copy_(torch.tensor(values, dtype=torch.int64))
+        self._set_trees(segments)
         self._replay()
         index = torch.tensor(wanted, dtype=torch.int64, device=self._logits.device)
         return self._logits.index_select(0, index)
+
+    def _set_trees(self, segments: Sequence[Segment]) -> None:
+        """Copies what the rows see of their trees: a pass without any does so only after another
+        with one."""
+        any_trees = any(segment.tree is not None for segment in segments)
+        if self._branches is not None and (any_trees or self._holds_trees):
+            shape = (self.bucket.sequences, self.bucket.rows, TREE_WIDTH)
+            parts = branches([segment.span for segment in segments], shape, self._num_keys)
+            for static, values in zip(self._branches, parts, strict=True):
+                static.copy_(values)
+            self._holds_trees = any_trees
 
 
 class PassGraphs:
@@ -166,10 +199,11 @@ class PassGraphs:
     def run(self, segments: Sequence[Segment]) -> torch.Tensor | None:
         """The logits of the segments, in their order; None if no bucket holds them."""
         rows = max(len(segment.token_ids) for segment in segments)
-        pages = max(pages_for(segment.start + len(segment.token_ids)) for segment in segments)
+        pages = max(pages_for(segment.end) for segment in segments)
+        trees = [segment for segment in segments if segment.tree is not None]
+        tree_width = max((segment.span.width for segment in trees), default=0)
         for recorded in self._recorded:
-            bucket = recorded.bucket
-            if len(segments) <= bucket.sequences and rows <= bucket.rows and pages <= bucket.pages:
+            if recorded.fits(len(segments), rows, pages, tree_width):
                 return recorded.run(segments)
         return None
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from specdec.lm.grammar import GrammarState
-from specdec.lm.processing import Rows, is_greedy
+from specdec.lm.processing import Rows, is_greedy, join
+from specdec.trees import is_chain, path
 from specdec.v1 import common_pb2
 
 
@@ -70,15 +71,19 @@ class History:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is the argmax of the logits as they are."""
-        return (
-            is_greedy(self._sampling)
-            and self._bias is None
-            and self._seen is None
-            and self._counts is None
-            and self._grammar is None
-            and not self._forbids_always
-            and self._num_output >= self._sampling.min_new_tokens
-        )
+        return is_greedy(self._sampling) and self._is_memoryless and self._keeps_logits
+
+    @property
+    def is_tempered(self) -> bool:
+        """Whether scores are the logits, divided by the temperature if there is one."""
+        sampling = self._sampling
+        cuts = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        return (is_greedy(sampling) or not cuts) and self._is_memoryless and self._keeps_logits
+
+    @property
+    def _keeps_logits(self) -> bool:
+        """Whether no logit is changed, whatever came before."""
+        return self._bias is None and not self._forbids_always
 
     def rows(self, drafted: Sequence[int], first: int = 0) -> Rows:
         """How to process the logits after `drafted[:first]`, …, after all of `drafted`.
@@ -101,6 +106,31 @@ class History:
             seen=seen,
             counts=counts,
             forbidden=self._forbidden_rows(drafted, first),
+        )
+
+    def tree_rows(self, drafted: Sequence[int], parents: Sequence[int]) -> Rows:
+        """Those of a tree of drafted tokens: one for the root, then one for each token, as of the
+        tokens that lead to it."""
+        if is_chain(parents):
+            return self.rows(drafted)
+        ways = [path(parents, place) for place in range(len(drafted) + 1)]
+        return self.rows_after([[drafted[place - 1] for place in way] for way in ways])
+
+    def rows_after(self, ways: Sequence[Sequence[int]]) -> Rows:
+        """A row as of each of several ways that the output may go on; at least one."""
+        if self._is_memoryless:
+            # However many rows: all are alike.
+            return self.rows([0] * (len(ways) - 1))
+        return join([self.rows(way, first=len(way)) for way in ways])
+
+    @property
+    def _is_memoryless(self) -> bool:
+        """Whether all that is to come is processed alike, whatever comes before it."""
+        return (
+            self._seen is None
+            and self._counts is None
+            and self._grammar is None
+            and self._num_output >= self._sampling.min_new_tokens
         )
 
     def commit(self, token_ids: Sequence[int]) -> None:

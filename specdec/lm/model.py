@@ -135,6 +135,7 @@ class CausalLM:
             vocabulary: int64 [V'], the token that each row of the output head stands for, where
                 it has not got all of them; the others' logits are −inf.
             deterministic: whether a row's logits must not depend on the other rows of the pass.
+                It runs no trees of drafted tokens then.
 
         Raises:
             NotImplementedError: its attention does not go through transformers' interface, or
@@ -217,12 +218,21 @@ class CausalLM:
         self._store.clear(pages)
 
     @torch.inference_mode()
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies keys and values from slots to others, all at once: (source, destination) each."""
+        sources, destinations = torch.tensor(moves, dtype=torch.int64, device=self.device).T
+        self._store.move(sources, destinations)
+
+    @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Runs the segments' tokens in one pass, and stores their keys and values.
 
         Args:
             segments: at least one, each of another sequence; in deterministic mode `fixed_rows`
-                rows together at most.
+                rows together at most, and without trees.
+
+        Raises:
+            NotImplementedError: there is a tree in deterministic mode.
 
         Returns:
             [M, effective_vocab_size] in the model's dtype, M the sum of the segments' num_logits:

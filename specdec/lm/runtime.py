@@ -73,6 +73,8 @@ class ModelRuntime:
             eos_token_ids=loaded.eos_token_ids,
             max_context_length=min(loaded.max_context_length, num_pages * PAGE_SIZE),
             acceptance_rules=ACCEPTANCE_RULES,
+            # Deterministic passes have one row of a sequence after the other.
+            trees=loaded.model.fixed_rows is None,
             max_num_draft_tokens=max_num_draft_tokens,
         )
         self._grammars = GrammarCompiler(

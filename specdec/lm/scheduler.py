@@ -87,12 +87,16 @@ class Scheduler:
             prompt_rows = sum(count for work, count in chosen if _is_prefill(work, share))
             self._run(chosen)
             fed = [work for work, _ in chosen]
+            num_rows = sum(count for _, count in chosen)
+            for work in fed:
+                work.pass_rows, work.pass_sessions = num_rows, len(fed)
             self._consume([w for w in fed if not w.done and w.sequence.cached_length == w.end])
             seconds = time.monotonic() - begun
             for work in fed:
                 work.compute_seconds += seconds
             goes_on = any(not work.done for work in self._works)
-            self._paces.passed(seconds, prompt_rows, goes_on=goes_on)
+            rows = sum(count for _, count in chosen)
+            self._paces.passed(seconds, rows, prompt_rows, goes_on=goes_on)
         return self._dismiss() or bool(chosen)
 
     def fail_all(self, error: Exception) -> None:
@@ -176,7 +180,7 @@ class Scheduler:
             if work.begun is None:
                 sequence.reused_length = sequence.cached_length
         if work.missing == 0:
-            work.consume([work])
+            self._go_on(type(work), [work])
             return 0
         count = min(work.missing, budget, work.max_rows or budget)
         needed = pages_for(sequence.cached_length + count) - len(sequence.pages)
@@ -231,11 +235,24 @@ class Scheduler:
             if isinstance(work, Prefill):
                 self.residents.publish(work.sequence)
         for kind in dict.fromkeys(type(work) for work in works):
-            members = [work for work in works if type(work) is kind]
+            self._go_on(kind, [work for work in works if type(work) is kind])
+
+    def _go_on(self, kind: type[Work], works: Sequence[Work]) -> None:
+        """Goes on with works of one class; what they keep of trees is moved to its place."""
+        try:
+            kind.consume(works)
+        except Exception as error:
+            for work in works:
+                work.fail(error)
+        # At once: a page that a sequence gave back may be another's with the next work admitted.
+        moves = [move for work in works for move in work.sequence.take_moves()]
+        if moves:
             try:
-                kind.consume(members)
+                self._model.move(moves)
             except Exception as error:
-                for work in members:
+                # What is cached is not what the sequences say, and others would take it over.
+                for work in works:
+                    work.sequence.truncate(0)
                     work.fail(error)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from specdec.lm.batch import slot
 from specdec.lm.pages import PAGE_SIZE, PagePool, pages_for
+from specdec.lm.tree import Tree, tree_of
+from specdec.trees import chain
 
 
 class CachedSequence:
@@ -31,6 +34,9 @@ class CachedSequence:
         self.cached_length = 0
         self.committed_length = len(self.tokens)
         """The tokens from here on are drafts."""
+        self.tree: Tree | None = None
+        """How the drafts branch; None if they are a chain. It begins at `committed_length`."""
+        self._moves: list[tuple[int, int]] = []
         self.num_losses = 0
         """How often its pages were taken away."""
         self.number = 0
@@ -42,16 +48,68 @@ class CachedSequence:
         self.salt = salt
         self.shared = shared
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Adds drafted tokens at the end. They stay pending."""
+    def append(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Adds drafted tokens at the end. They stay pending.
+
+        Args:
+            token_ids: the tokens.
+            parents: of each, as in `specdec.trees`; they count all tokens that were drafted since
+                the last commit. Without any, each follows the one before it.
+
+        Raises:
+            ValueError: there are not as many parents, or one does not come before its child.
+        """
+        if parents is not None or self.tree is not None:
+            drafted = len(self.tokens) - self.committed_length
+            if parents is None:
+                parents = range(drafted, drafted + len(token_ids))
+            if len(parents) != len(token_ids):
+                raise ValueError(f"{len(token_ids)} tokens with {len(parents)} parents")
+            self.tree = tree_of(self.committed_length, [*self._parents, *parents])
         self.tokens.extend(token_ids)
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drops all drafted tokens but those at these places, which become a chain.
+
+        What of them is cached stays cached: its keys and values are to be moved (`take_moves`)
+        before any page changes hands. So it may be called in `Work.consume` only.
+
+        Args:
+            places: counted from 1 as parents are; a path from the root on.
+
+        Raises:
+            ValueError: they are no path.
+        """
+        parents, begin = self._parents, self.committed_length
+        for parent, place in zip([0, *places], places, strict=False):
+            if not 0 < place <= len(parents) or parents[place - 1] != parent:
+                raise ValueError(f"no path of the tree: {list(places)}")
+        self.tokens[begin:] = [self.tokens[begin + place - 1] for place in places]
+        self.tree = None
+        kept = [place for place in places if begin + place <= self.cached_length]
+        self._moves += [
+            (slot(self.pages, begin + place - 1), slot(self.pages, begin + index))
+            for index, place in enumerate(kept)
+            if place != index + 1
+        ]
+        self.truncate(begin + len(kept))
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Slots of keys and values with the slots that they must be moved to, all at once."""
+        moves, self._moves = self._moves, []
+        return moves
 
     def commit(self, base_length: int, token_ids: Sequence[int]) -> None:
         """Makes the sequence its first `base_length` tokens and then `token_ids`.
 
         What follows `base_length` now (a draft, verified or not) is kept in the cache as far as it
         agrees with `token_ids`, and rolled back from there on. `token_ids` must not be empty.
+        Of a tree only the tokens that it begins with as a chain can be kept.
         """
+        if self.tree is not None:
+            straight = self.tree.begin + self.tree.straight
+            self.tree = None
+            self.truncate(straight)
         held = self.tokens[base_length:]
         agreeing = 0
         while agreeing < min(len(held), len(token_ids)) and held[agreeing] == token_ids[agreeing]:
@@ -79,6 +137,13 @@ class CachedSequence:
         count = pages_for(self.cached_length)
         self._pool.release(self.pages[count:])
         del self.pages[count:]
+
+    @property
+    def _parents(self) -> Sequence[int]:
+        """Of all drafted tokens."""
+        if self.tree is not None:
+            return self.tree.parents
+        return chain(len(self.tokens) - self.committed_length)
 
     @property
     def stable_length(self) -> int:

@@ -105,6 +105,7 @@ class Team:
             "allocate": model.allocate,
             "clear": model.clear,
             "forward": model.forward,
+            "move": model.move,
         }
         while True:
             command: list[Any] = [None]
@@ -135,6 +136,11 @@ class LeadingLM(CausalLM):
             with self._team.in_step():
                 self._team.tell("clear", pages)
                 super().clear(pages)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        with self._team.in_step():
+            self._team.tell("move", moves)
+            super().move(moves)
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         with self._team.in_step():

@@ -39,6 +39,10 @@ class Work(ABC):
         """When its first rows went into a pass, by time.monotonic()."""
         self.compute_seconds = 0.0
         """How long the passes took that it had rows in."""
+        self.pass_rows = 0
+        """How many rows the last pass had that it had rows in, those of all works together."""
+        self.pass_sessions = 0
+        """How many works had rows in that pass."""
         self.logits: list[torch.Tensor] = []
         """Of the rows that were fed so far and are wanted: [rows, effective vocabulary] each."""
 
@@ -59,12 +63,15 @@ class Work(ABC):
 
     def segment(self, count: int) -> Segment:
         """The next `count` rows."""
-        start = self.sequence.cached_length
+        start, tree = self.sequence.cached_length, self.sequence.tree
+        if tree is not None and start + count <= tree.begin + tree.straight:
+            tree = None
         return Segment(
             self.sequence.tokens[start : start + count],
             start,
             self.sequence.pages,
             max(0, min(count, self.num_logits - (self.missing - count))),
+            tree,
         )
 
     def start(self) -> None:  # noqa: B027 (most kinds have nothing to do)
