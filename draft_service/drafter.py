@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from draft_service.settings import DraftSettings
 from specdec.sessions import ACCEPTANCE_RULES, PROTOCOL_VERSION
@@ -34,11 +34,26 @@ class Draft:
     distributions: Sequence[common_pb2.SparseDistribution] = ()
     """What each token was sampled from, where the session's rule needs it. Left empty the tokens
     count as certain, which is right for a drafter that does not sample."""
+    parents: Sequence[int] = ()
+    """If the tokens are a tree: of each the place of the token that it follows, counted from 1, or
+    0 if it follows what is committed; see `specdec.trees`. A session that needs distributions, or
+    has `draft_topk` 1, takes no trees."""
+    probabilities: Sequence[float] = ()
+    """If the drafter can tell: how probable it is that each token stands, with those before it."""
     match_length: int | None = None
     """How many of the last tokens occurred before what was copied here, by which drafters that
     match are preferred to others. None if the draft is not from a match."""
     timings: common_pb2.Timings | None = None
     """Where the time went. None if all of it was spent computing."""
+
+
+class Prepared(NamedTuple):
+    """A draft for a verdict that is not there yet."""
+
+    token_ids: Sequence[int]
+    """What the verdict commits, if it is as presumed."""
+    draft: Draft
+    """What would be proposed then."""
 
 
 class DraftSession(ABC):
@@ -47,6 +62,9 @@ class DraftSession(ABC):
     def __init__(self, opened: common_pb2.Opened) -> None:
         self.opened = opened
         """The answer to the Open."""
+        self.costs = common_pb2.DraftCosts()
+        """What drafting costs in the round that is asked for. A drafter that can tell how probable
+        its tokens are leaves out what is not worth it, where that is allowed."""
 
     @abstractmethod
     async def propose(self, committed: Sequence[int], num_draft_tokens: int) -> Draft:
@@ -60,6 +78,21 @@ class DraftSession(ABC):
                 Open are known already. The last proposal counts only as far as it is in here.
             num_draft_tokens: how many tokens to propose at most, at least 1.
         """
+
+    async def prepare(self, count: int) -> Sequence[Prepared]:
+        """Drafts what follows the likeliest verdicts on the last proposal, while it is verified.
+
+        If one of them is given, the next call of `propose` has to return its draft, or the first
+        tokens of it. A session that drafts in no time need not do anything.
+
+        Args:
+            count: for how many verdicts at most.
+        """
+        return ()
+
+    def hurry(self) -> None:
+        """Has a `prepare` that is under way end at once, with what there is."""
+        return
 
 
 class Drafter(ABC):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from draft_service.drafter import Draft, Drafter, DraftSession
+from draft_service.drafter import Drafter
+from draft_service.rounds import Rounds
 from specdec.errors import SpecdecError
-from specdec.proposals import needs_distributions
-from specdec.sessions import SessionContract
 from specdec.streams import require, session_stream
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specdec.v1.draft_pb2 import DraftResponse
@@ -47,62 +46,45 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         ):
             contract.opened()
             yield DraftResponse(opened=session.opened)
-            rounds = _Rounds(contract, session)
-            opening = contract.opening
-            yield await rounds.proposal(opening.round, opening.num_draft_tokens)
-            contract.end(opening.round, 0)
-            async for request in request_iterator:
-                advance = _advance_of(request)
-                if not contract.begin(advance.round, advance.base_length):
-                    continue
-                contract.check_advance(advance.token_ids, advance.num_draft_tokens)
-                contract.end(advance.round, len(advance.token_ids))
-                rounds.commit(advance.token_ids)
-                yield await rounds.proposal(advance.round, advance.num_draft_tokens)
+            rounds = Rounds(contract, session)
+            yield await rounds.first()
+            async with _Reader(request_iterator) as reader:
+                while True:
+                    for pushed in await rounds.ahead(reader.next):
+                        yield pushed
+                    request = await reader.take()
+                    if request is None:
+                        break
+                    response = await rounds.advance(_advance_of(request))
+                    if response is not None:
+                        yield response
 
 
-class _Rounds:
-    """The proposals of a session."""
+class _Reader:
+    """Reads a stream one message ahead, so that its coming is noticed while something is done."""
 
-    def __init__(self, contract: SessionContract, session: DraftSession) -> None:
-        self._contract = contract
-        self._session = session
-        self._committed: list[int] = []
-        """What the drafter was not told of yet."""
-        opening = contract.opening
-        self._needs_distributions = needs_distributions(opening.sampling, opening.acceptance_rule)
+    def __init__(self, requests: AsyncIterator[draft_pb2.DraftRequest]) -> None:
+        self._requests = requests
+        self.next: asyncio.Task[draft_pb2.DraftRequest | None]
+        """The message that comes next; None at the end."""
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        self._committed += token_ids
+    async def __aenter__(self) -> _Reader:
+        self.next = asyncio.create_task(self._read())
+        return self
 
-    async def proposal(self, round_number: int, num_draft_tokens: int) -> DraftResponse:
-        """The proposal of a round, of at most so many tokens."""
-        begun = time.monotonic()
-        wanted = min(num_draft_tokens, self._contract.room)
-        draft = Draft(())
-        if wanted > 0:
-            committed, self._committed = self._committed, []
-            draft = await self._session.propose(committed, wanted)
-        distributions = draft.distributions
-        if self._needs_distributions and not distributions:
-            # Nothing was sampled: q is 1 for the token and 0 for all others.
-            distributions = [
-                common_pb2.SparseDistribution(token_ids=[token_id], probabilities=[1.0])
-                for token_id in draft.token_ids
-            ]
-        timings = draft.timings
-        if timings is None:
-            timings = common_pb2.Timings(compute_us=int((time.monotonic() - begun) * 1e6))
-        return DraftResponse(
-            proposal=draft_pb2.Proposal(
-                round=round_number,
-                base_length=self._contract.base_length,
-                token_ids=draft.token_ids,
-                distributions=distributions,
-                temperature=self._contract.opening.sampling.temperature,
-                timings=timings,
-            )
-        )
+    async def __aexit__(self, *_: object) -> None:
+        self.next.cancel()
+        # A stream that broke while nobody waited for its next message has broken for others, too.
+        await asyncio.gather(self.next, return_exceptions=True)
+
+    async def take(self) -> draft_pb2.DraftRequest | None:
+        """The next message; None at the end."""
+        request = await self.next
+        self.next = asyncio.create_task(self._read())
+        return request
+
+    async def _read(self) -> draft_pb2.DraftRequest | None:
+        return await anext(self._requests, None)
 
 
 def _advance_of(request: draft_pb2.DraftRequest) -> draft_pb2.Advance:

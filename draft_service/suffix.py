@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from draft_service.automaton import SuffixAutomaton
 from draft_service.drafter import Draft, Drafter, DraftSession
-from draft_service.matching import IndexSession
+from draft_service.matching import IndexSession, copied
 from draft_service.memory import OutputMemory, Reader
 from draft_service.settings import DraftSettings
 from specdec.proposals import needs_distributions
@@ -65,4 +65,4 @@ class RememberingSession(IndexSession):
         match, automaton = found
         token_ids = automaton.tokens[match.place : match.place + num_draft_tokens]
         end = next((i for i, token_id in enumerate(token_ids) if token_id < 0), len(token_ids))
-        return Draft(token_ids[:end], match_length=match.length)
+        return copied(token_ids[:end], match.length, self.costs)

@@ -51,6 +51,11 @@ class Output:
         )
 
     @property
+    def room(self) -> int:
+        """How many more tokens it may have."""
+        return self.stopping.max_new_tokens - self.token_count
+
+    @property
     def finished(self) -> bool:
         """Whether no further token may be committed."""
         return self.finish_reason != gateway_pb2.FINISH_REASON_UNSPECIFIED

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import grpc
 
-from gateway.statistics import Exchange, Stopwatch
+from gateway.statistics import Exchange, Stopwatch, bounded
 from specdec.drafting import DraftRounds, Timeliness
 from specdec.errors import describe, reason_of
-from specdec.proposals import distributions_fault, needs_distributions
+from specdec.proposals import distributions_fault, first_tokens, needs_distributions
+from specdec.sessions import opened_fault
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 _MOST_WAITING = 64
@@ -65,6 +67,8 @@ class DraftStream:
         self.stale_proposals = 0
         self.cached_tokens = 0
         """How many tokens of the context the draft service had cached already."""
+        self.was_ahead: bool | None = None
+        """Whether the last proposal had been prepared before its round began. None if none was."""
         self._call = stub.Draft(timeout=deadline, metadata=(("x-request-id", request_id),))
         self._effective_vocab_size = effective_vocab_size
         self._patience = patience
@@ -94,18 +98,28 @@ class DraftStream:
                 proposal, at_ns = await self._current_proposal()
         except TimeoutError:
             raise DraftFailure(f"no proposal within {self._patience:g} s", lost=True) from None
+        if proposal.presumed_token_ids:
+            # When it was prepared nobody knew how many would be asked for.
+            proposal = first_tokens(proposal, limit)
+            at_ns = None
         fault = self._fault(proposal, limit)
         if fault is not None:
             raise DraftFailure(f"unusable proposal: {fault}")
+        if at_ns is None:
+            return proposal, Exchange(0, bounded(proposal.timings))
         return proposal, self._stopwatch.stop(proposal.timings, at_ns)
 
-    async def advance(self, token_ids: list[int], num_draft_tokens: int) -> None:
-        """Commits tokens and asks for the next proposal.
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Ends a round. The draft is told when the next proposal is asked for."""
+        self._rounds.commit(token_ids)
+
+    async def advance(self, num_draft_tokens: int, costs: common_pb2.DraftCosts) -> None:
+        """Says what was committed, and asks for the next proposal.
 
         Raises:
             DraftFailure: the stream broke.
         """
-        await self._write(self._rounds.advance(token_ids, num_draft_tokens))
+        await self._write(self._rounds.advance(num_draft_tokens, costs))
 
     def close(self) -> None:
         """Ends the session, at once and without waiting."""
@@ -130,15 +144,15 @@ class DraftStream:
         except grpc.aio.AioRpcError as error:
             await self._arrivals.put(_failure(error))
 
-    async def _current_proposal(self) -> tuple[draft_pb2.Proposal, int]:
+    async def _current_proposal(self) -> tuple[draft_pb2.Proposal, int | None]:
         waiting, self._ahead = self._ahead, []
+        self.was_ahead = None
         while True:
             arrival = waiting.pop(0) if waiting else await self._arrivals.get()
             if isinstance(arrival, DraftFailure):
                 raise arrival
             if arrival.response.WhichOneof("message") == "opened":
-                self.cached_tokens = arrival.response.opened.cached_tokens
-                self._stopwatch.include(arrival.response.opened.timings)
+                self._take(arrival.response.opened)
                 continue
             proposal = arrival.response.proposal
             match self._rounds.timeliness(proposal):
@@ -148,9 +162,20 @@ class DraftStream:
                         raise DraftFailure("too many proposals for rounds that have not begun")
                 case Timeliness.STALE:
                     self.stale_proposals += 1
+                    if proposal.presumed_token_ids and proposal.round == self._rounds.round:
+                        self.was_ahead = False
                 case Timeliness.CURRENT:
                     self._ahead += waiting
+                    if proposal.presumed_token_ids:
+                        self.was_ahead = True
                     return proposal, arrival.at_ns
+
+    def _take(self, opened: common_pb2.Opened) -> None:
+        fault = opened_fault(opened, self._rounds.opening)
+        if fault is not None:
+            raise DraftFailure(f"unusable session: {fault}")
+        self.cached_tokens = opened.cached_tokens
+        self._stopwatch.include(opened.timings)
 
     def _fault(self, proposal: draft_pb2.Proposal, limit: int) -> str | None:
         fault = self._rounds.fault(proposal, limit)

@@ -14,6 +14,7 @@ from gateway.grammar_check import grammar_fault
 from gateway.peers import Target
 from gateway.prompt import tokenize
 from gateway.settings import GatewaySettings
+from gateway.speculating import Speculating, speculating
 from specdec.errors import SpecdecError, Violation
 from specdec.proposals import token_ids_fault
 from specdec.sessions import MAX_SALT_BYTES, sampling_violations
@@ -34,8 +35,7 @@ class Plan:
     prompt_token_ids: list[int]
     sampling: common_pb2.Sampling
     stopping: Stopping
-    acceptance_rule: common_pb2.AcceptanceRule.ValueType
-    num_draft_tokens: int
+    speculating: Speculating
     logprobs: common_pb2.LogprobsRequest | None
     num_samples: int
     prefix_cache: common_pb2.PrefixCacheParams
@@ -65,7 +65,7 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
         violations.append(Violation("n", f"must be within [1, {_MAX_SAMPLES}], got {request.n}"))
     if len(request.prefix_cache.salt.encode()) > MAX_SALT_BYTES:
         violations.append(Violation("prefix_cache.salt", f"must be at most {MAX_SALT_BYTES} bytes"))
-    rule, num_draft_tokens, faults = _speculation(request.speculation, target, settings)
+    drafting, faults = speculating(request.speculation, target, settings)
     violations += faults
     prompt_token_ids, field, fault = tokenize(request, target)
     if fault is not None:
@@ -104,8 +104,7 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
                 or request.stopping.skip_special_tokens
             ),
         ),
-        rule,
-        num_draft_tokens,
+        drafting,
         logprobs,
         num_samples,
         request.prefix_cache,
@@ -224,39 +223,3 @@ def _stopping_violations(
                 f"stopping.stop_strings[{index}]",
                 f"must be 1 to {_MAX_STOP_STRING_BYTES} bytes, got {len(stop.encode())}",
             )
-
-
-def _speculation(
-    params: gateway_pb2.SpeculationParams, target: Target, settings: GatewaySettings
-) -> tuple[common_pb2.AcceptanceRule.ValueType, int, list[Violation]]:
-    """The rule and K, with what is wrong about them."""
-    faults = []
-    rule = params.acceptance_rule
-    if rule == common_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
-        name = f"ACCEPTANCE_RULE_{settings.acceptance_rule.upper()}"
-        rule = common_pb2.AcceptanceRule.Value(name)
-    elif rule not in target.info.acceptance_rules:
-        allowed = [
-            common_pb2.AcceptanceRule.Name(known).removeprefix("ACCEPTANCE_RULE_")
-            for known in target.info.acceptance_rules
-        ]
-        faults.append(
-            Violation(
-                "speculation.acceptance_rule", f"must be one of {', '.join(allowed)}, got {rule}"
-            )
-        )
-    cap = min(settings.max_num_draft_tokens, target.info.max_num_draft_tokens)
-    if not params.HasField("num_draft_tokens"):
-        num_draft_tokens = min(settings.num_draft_tokens, cap)
-    else:
-        num_draft_tokens = params.num_draft_tokens
-    if num_draft_tokens > cap:
-        faults.append(
-            Violation(
-                "speculation.num_draft_tokens",
-                f"must be within [0, {cap}], got {num_draft_tokens}",
-            )
-        )
-    if not (params.enabled if params.HasField("enabled") else settings.speculation):
-        num_draft_tokens = 0
-    return rule, num_draft_tokens, faults

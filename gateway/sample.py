@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -13,9 +13,13 @@ from gateway.commit import Output
 from gateway.draft_stream import DraftFailure, DraftStream
 from gateway.peers import DraftPeer, Target, VerifierPeer
 from gateway.request import Plan
-from gateway.rounds import Speculation, run_rounds
+from gateway.rounds import run_rounds
+from gateway.speculating import Speculating
+from gateway.speculation import Speculation
 from gateway.statistics import Statistics
 from gateway.verify_stream import VerifyStream
+from gateway.workload import Workload
+from specdec.proposals import needs_distributions
 from specdec.v1 import common_pb2, gateway_pb2
 
 _log = structlog.get_logger()
@@ -45,6 +49,8 @@ class Call:
     draft: DraftPeer | None
     draft_patience: float
     """Seconds to wait for a proposal."""
+    workload: Workload
+    """What is known of the services and of the drafts of all sessions."""
 
 
 class Sample:
@@ -56,8 +62,16 @@ class Sample:
         self._target = target
         self._call = call
         self._output = Output(target.tokenizer, planned.stopping)
-        self._statistics = Statistics(planned.acceptance_rule)
-        self._speculation = Speculation(self._num_draft_tokens())
+        wanted = self._wanted()
+        self._statistics = Statistics(wanted.acceptance_rule)
+        confident = not needs_distributions(planned.sampling, wanted.acceptance_rule)
+        self._speculation = Speculation(
+            wanted,
+            planned.stopping.max_new_tokens,
+            call.workload,
+            self._statistics,
+            confident=confident,
+        )
         self._opening = self._open_message()
         self._verifier = VerifyStream(
             call.verifier.stub,
@@ -98,26 +112,30 @@ class Sample:
         self._verifier.close()
         self._speculation.close()
 
-    def _num_draft_tokens(self) -> int:
-        """K, within what the draft makes at most."""
-        wanted, draft = self._planned.num_draft_tokens, self._call.draft
+    def _wanted(self) -> Speculating:
+        """What the request wants, within what draft and target can do."""
+        wanted, draft = self._planned.speculating, self._call.draft
+        if not self._target.info.trees:
+            wanted = replace(wanted, draft_topk=1)
         if draft is None or draft.misfit(self._target) is not None:
             return wanted
-        return min(wanted, draft.info.max_num_draft_tokens)
+        most = min(wanted.num_draft_tokens, draft.info.max_num_draft_tokens)
+        return replace(wanted, num_draft_tokens=most)
 
     def _open_message(self) -> common_pb2.Open:
-        planned = self._planned
+        planned, wanted = self._planned, self._speculation.wanted
         opening = common_pb2.Open(
             session_id=f"{self._call.session_id}-{self._index}",
             round=1,
             base_length=len(planned.prompt_token_ids),
             prompt_token_ids=planned.prompt_token_ids,
             sampling=planned.sampling,
-            acceptance_rule=planned.acceptance_rule,
+            acceptance_rule=wanted.acceptance_rule,
             # The last token of a generation is never drafted.
-            num_draft_tokens=min(
-                self._speculation.num_draft_tokens, planned.stopping.max_new_tokens - 1
-            ),
+            num_draft_tokens=min(wanted.num_draft_tokens, planned.stopping.max_new_tokens - 1),
+            draft_topk=wanted.draft_topk,
+            draft_costs=self._speculation.costs,
+            run_ahead=wanted.run_ahead,
             logprobs=planned.logprobs,
             tokenizer_sha256=self._target.info.tokenizer_sha256,
             prefix_cache=planned.prefix_cache,
@@ -185,6 +203,7 @@ class Sample:
             num_accepted_tokens=completion.speculation.num_accepted_tokens,
             fallback_rounds=completion.speculation.fallback_rounds,
         )
+        _log.debug("speculation", sample=self._index, **speculation.beliefs)
         return completion
 
 

@@ -19,6 +19,7 @@ from gateway.request import plan
 from gateway.sample import Call, Sample
 from gateway.settings import GatewaySettings
 from gateway.wire import Malformed, parse_generate_request
+from gateway.workload import Workload
 from specdec.errors import SpecdecError, abort
 from specdec.logs import request_id_of
 from specdec.services import GATEWAY
@@ -39,6 +40,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
         self._verifier = verifier
         self._draft = draft
         self._grammar_checks = ThreadPoolExecutor(_GRAMMAR_CHECKS, "grammar")
+        self._workload = Workload()
         self.num_sessions = 0
 
     async def Generate(
@@ -79,6 +81,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
             self._verifier,
             self._draft,
             self._settings.draft_patience_seconds,
+            self._workload,
         )
 
     async def _generate(

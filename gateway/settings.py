@@ -37,7 +37,22 @@ class GatewaySettings(ServiceSettings):
     max_new_tokens: int = Field(256, ge=1, description="token limit of requests that name none")
     speculation: bool = Field(True, description="whether requests that do not say so draft")
     num_draft_tokens: int = Field(
-        5, ge=0, description="drafted tokens a round, of requests that name no number"
+        15, ge=0, description="most drafted tokens a round, of requests that name no number"
+    )
+    draft_topk: int = Field(
+        4,
+        ge=1,
+        description="most drafted tokens that follow one and the same token, of requests that name "
+        "no number",
+    )
+    adaptive: bool = Field(
+        True, description="whether fewer tokens are drafted, or none, where more would not pay"
+    )
+    run_ahead: int = Field(
+        0,
+        ge=0,
+        description="for how many verdicts the draft prepares the next proposal, of requests that "
+        "name no number",
     )
     max_num_draft_tokens: int = Field(
         32, ge=0, description="most drafted tokens a round that a request may ask for"

@@ -11,6 +11,8 @@ import grpc
 from gateway.statistics import Exchange, Stopwatch
 from specdec.errors import SpecdecError, Violation, describe, reason_of, violations_of
 from specdec.proposals import token_ids_fault
+from specdec.sessions import opened_fault
+from specdec.trees import parents_of, walk
 from specdec.v1 import common_pb2, draft_pb2, verifier_pb2, verifier_pb2_grpc
 
 # Reasons that the verifier gives and that are the client's to know. Any other means that this
@@ -65,6 +67,7 @@ class VerifyStream:
         """
         with _verifier_errors():
             opened = (await self._read()).opened
+        _require(opened_fault(opened, self._opening))
         self.cached_tokens = opened.cached_tokens
         self.prompt_logprobs = list(opened.prompt_logprobs)
         return self._stopwatch.stop(opened.timings)
@@ -81,13 +84,12 @@ class VerifyStream:
             base_length=self._base_length,
             token_ids=proposal.token_ids,
             distributions=proposal.distributions,
+            parents=proposal.parents,
         )
         with _verifier_errors():
             await self._call.write(verifier_pb2.VerifyRequest(candidates=candidates))
             verdict = (await self._read()).verdict
-        fault = self._fault(verdict, candidates)
-        if fault is not None:
-            raise SpecdecError(common_pb2.ERROR_REASON_CONTRACT_VIOLATION, f"verifier: {fault}")
+        _require(self._fault(verdict, candidates))
         self._round += 1
         self._base_length += len(verdict.token_ids)
         return verdict, self._stopwatch.stop(verdict.timings)
@@ -110,9 +112,16 @@ class VerifyStream:
         n = verdict.num_accepted
         if (verdict.round, verdict.base_length) != (self._round, self._base_length):
             return f"its verdict is for round {verdict.round}, not for round {self._round}"
-        if len(verdict.token_ids) != n + 1 or verdict.token_ids[:n] != candidates.token_ids[:n]:
+        parents = parents_of(candidates.parents, len(candidates.token_ids))
+        stands = walk(parents, candidates.token_ids, verdict.token_ids[:n])
+        if len(verdict.token_ids) != n + 1 or len(stands) != n:
             return f"its verdict's tokens are not the {n} accepted ones and one more"
         return token_ids_fault(verdict.token_ids, self._effective_vocab_size)
+
+
+def _require(fault: str | None) -> None:
+    if fault is not None:
+        raise SpecdecError(common_pb2.ERROR_REASON_CONTRACT_VIOLATION, f"verifier: {fault}")
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from specdec.proposals import num_draft_tokens_fault, token_ids_fault
+from specdec.proposals import draft_topk, num_draft_tokens_fault, token_ids_fault
+from specdec.trees import parents_fault
 from specdec.v1 import common_pb2, draft_pb2
 
 
@@ -32,17 +33,31 @@ class DraftRounds:
         self._effective_vocab_size = effective_vocab_size
         self._round = opening.round
         self._tokens = [*opening.prompt_token_ids, *opening.committed_token_ids]
+        self._told = len(self._tokens)
+        """How many of them the draft was told of."""
 
-    def advance(self, token_ids: Sequence[int], num_draft_tokens: int) -> draft_pb2.DraftRequest:
-        """Commits tokens. Returns what tells the draft so, and asks for the next proposal."""
+    @property
+    def round(self) -> int:
+        """The present one."""
+        return self._round
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Ends a round by committing tokens."""
         self._round += 1
+        self._tokens += token_ids
+
+    def advance(
+        self, num_draft_tokens: int, costs: common_pb2.DraftCosts | None = None
+    ) -> draft_pb2.DraftRequest:
+        """What tells the draft of all that was committed, and asks for this round's proposal."""
+        told, self._told = self._told, len(self._tokens)
         advance = draft_pb2.Advance(
             round=self._round,
-            base_length=len(self._tokens),
-            token_ids=token_ids,
+            base_length=told,
+            token_ids=self._tokens[told:],
             num_draft_tokens=num_draft_tokens,
+            draft_costs=costs,
         )
-        self._tokens += token_ids
         return draft_pb2.DraftRequest(advance=advance)
 
     def timeliness(self, proposal: draft_pb2.Proposal) -> Timeliness:
@@ -66,7 +81,9 @@ class DraftRounds:
         if proposal.temperature != self.opening.sampling.temperature:
             return f"it was drafted at temperature {proposal.temperature}"
         fault = num_draft_tokens_fault(len(proposal.token_ids), limit)
-        return fault or token_ids_fault(proposal.token_ids, self._effective_vocab_size)
+        fault = fault or token_ids_fault(proposal.token_ids, self._effective_vocab_size)
+        topk = draft_topk(self.opening)
+        return fault or parents_fault(proposal.parents, proposal.token_ids, topk)
 
     def _presumes_wrongly(self, proposal: draft_pb2.Proposal) -> bool:
         """Whether the proposal was pushed ahead for a verdict that was not given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from specdec.v1 import common_pb2
+from specdec.v1 import common_pb2, draft_pb2
 
 
 def needs_distributions(
@@ -16,6 +16,24 @@ def needs_distributions(
         common_pb2.ACCEPTANCE_RULE_REJECTION,
         common_pb2.ACCEPTANCE_RULE_BLOCK,
     )
+
+
+def draft_topk(opening: common_pb2.Open) -> int:
+    """How many tokens a proposal of the session may hold after one and the same token."""
+    if needs_distributions(opening.sampling, opening.acceptance_rule):
+        return 1
+    return max(opening.draft_topk, 1)
+
+
+def first_tokens(proposal: draft_pb2.Proposal, count: int) -> draft_pb2.Proposal:
+    """The proposal, cut down to so many tokens if it has more."""
+    if len(proposal.token_ids) <= count:
+        return proposal
+    cut = draft_pb2.Proposal()
+    cut.CopyFrom(proposal)
+    for field in (cut.token_ids, cut.distributions, cut.parents, cut.probabilities):
+        del field[count:]
+    return cut
 
 
 def num_draft_tokens_fault(num_draft_tokens: int, limit: int) -> str | None:

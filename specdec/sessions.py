@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from specdec.errors import SpecdecError, Violation
-from specdec.proposals import distributions_fault, num_draft_tokens_fault, token_ids_fault
+from specdec.proposals import (
+    distributions_fault,
+    draft_topk,
+    num_draft_tokens_fault,
+    token_ids_fault,
+)
+from specdec.trees import parents_fault
 from specdec.v1 import common_pb2
 
 PROTOCOL_VERSION = 1
@@ -19,6 +25,8 @@ ACCEPTANCE_RULES = (
 MAX_SALT_BYTES = 256
 """Of a prefix cache's salt."""
 MAX_LOGIT_BIAS = 1024
+MAX_DRAFT_TOPK = 64
+MAX_RUN_AHEAD = 64
 
 
 class SessionState(Enum):
@@ -59,6 +67,8 @@ class SessionContract:
         self.base_length = opening.base_length
         self.next_round = opening.round
         self.stale_messages = 0
+        self.topk = draft_topk(opening) if info.trees else 1
+        """How many drafted tokens may follow one and the same token."""
         self._info = info
 
     @property
@@ -110,6 +120,7 @@ class SessionContract:
         self,
         token_ids: Sequence[int],
         distributions: Sequence[common_pb2.SparseDistribution],
+        parents: Sequence[int],
         *,
         need_distributions: bool,
     ) -> None:
@@ -122,6 +133,7 @@ class SessionContract:
         self._check_room(len(token_ids) + 1)
         vocab_size = self._info.effective_vocab_size
         self._check(token_ids_fault(token_ids, vocab_size))
+        self._check(parents_fault(parents, token_ids, self.topk))
         if need_distributions:
             self._check(distributions_fault(token_ids, distributions, vocab_size))
 
@@ -140,6 +152,17 @@ class SessionContract:
             common_pb2.ERROR_REASON_CONTRACT_VIOLATION,
             f"session {self.opening.session_id}: {message}",
         )
+
+
+def opened_fault(opened: common_pb2.Opened, opening: common_pb2.Open) -> str | None:
+    """What is wrong with the answer to an Open."""
+    held, sent = (opened.round, opened.base_length), (opening.round, opening.base_length)
+    if held == sent:
+        return None
+    return (
+        f"it was opened with {sent[1]} tokens for round {sent[0]}, and holds {held[1]} tokens for "
+        f"round {held[0]}"
+    )
 
 
 def _open_violations(opening: common_pb2.Open, info: common_pb2.ModelInfo) -> list[Violation]:
@@ -168,6 +191,10 @@ def _open_violations(opening: common_pb2.Open, info: common_pb2.ModelInfo) -> li
         refuse("acceptance_rule", f"{opening.acceptance_rule} is not one that the service has")
     if opening.num_draft_tokens > info.max_num_draft_tokens:
         refuse("num_draft_tokens", f"must be at most {info.max_num_draft_tokens}")
+    if opening.draft_topk > MAX_DRAFT_TOPK:
+        refuse("draft_topk", f"must be at most {MAX_DRAFT_TOPK}")
+    if opening.run_ahead > MAX_RUN_AHEAD:
+        refuse("run_ahead", f"must be at most {MAX_RUN_AHEAD}")
     if len(opening.prefix_cache.salt.encode()) > MAX_SALT_BYTES:
         refuse("prefix_cache.salt", f"must be at most {MAX_SALT_BYTES} bytes")
     found += sampling_violations(opening.sampling, "open.sampling", info.effective_vocab_size)

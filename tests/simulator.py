@@ -163,7 +163,7 @@ class Simulator:
         positions = base_length + torch.arange(self.k + 1)
         if self.rule == "coupled":
             noise = self.target_noise(seeds, positions)
-            return x, acceptance.coupled(self.target_scores[rows], noise, x)
+            return x, acceptance.match((self.target_scores[rows] + noise).argmax(dim=-1), x)
         coins = self.coins(seeds, positions[:, :-1], base_length)
         u = self.target_uniform(seeds.squeeze(-1), base_length.squeeze(-1), coins)
         return x, self.accept(self.target_rows(rows), self.q[rows[:, :-1]], x, coins, u)

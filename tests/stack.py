@@ -139,6 +139,9 @@ class Gateway:
         *,
         k: int | None = None,
         rule: str | None = None,
+        topk: int | None = None,
+        adaptive: bool | None = None,
+        run_ahead: int | None = None,
         stop_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         ignore_eos: bool = False,
@@ -164,7 +167,11 @@ class Gateway:
             logprobs=logprobs,
             n=n,
             speculation=gateway_pb2.SpeculationParams(
-                num_draft_tokens=k, acceptance_rule=RULES[rule] if rule else None
+                num_draft_tokens=k,
+                acceptance_rule=RULES[rule] if rule else None,  # type: ignore[arg-type]
+                draft_topk=topk,
+                adaptive=adaptive,
+                run_ahead=run_ahead,
             ),
         )
         if isinstance(prompt, str):
@@ -215,13 +222,17 @@ class Gateway:
 async def gateway(
     verifier_address: str, draft_address: str = "", **options: Any
 ) -> AsyncIterator[Gateway]:
-    """A gateway. It does not wait for the draft: a first request does that, see `pair`."""
+    """A gateway. It does not wait for the draft: a first request does that, see `pair`.
+
+    Unless the options say otherwise its proposals are chains of a fixed length, one at a time.
+    """
+    chains = {"adaptive": False, "draft_topk": 1, "run_ahead": 0, "num_draft_tokens": 5}
     settings = GatewaySettings(
         port=free_port(),
         verifier_address=verifier_address,
         draft_address=draft_address,
         grace_seconds=0.0,
-        **options,
+        **{**chains, **options},
     )
     work = gateway_main.serve(settings)
     async with (

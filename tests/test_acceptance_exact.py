@@ -371,7 +371,7 @@ def test_all_rules_are_greedy_matching_on_one_hot_distributions() -> None:
         assert (expected.num_accepted[row], expected.next_token[row]) == (n, best[row, n])
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    coupled = acceptance.coupled(p.log(), noise, x)
+    coupled = acceptance.match((p.log() + noise).argmax(dim=-1), x)
     assert torch.equal(torch.stack(coupled), torch.stack(expected))
     for value in (0.0, 0.5, 1.0 - 2.0**-53):
         coins = torch.full(x.shape, value, dtype=torch.float64)
@@ -414,7 +414,8 @@ def test_greedy_and_coupled_work_without_a_draft() -> None:
     scores = torch.tensor([[0.0, 2.0, 1.0]], dtype=torch.float64)
     noise = torch.tensor([[3.0, 0.0, 0.5]], dtype=torch.float64)
     no_x = torch.empty(0, dtype=torch.int64)
-    greedy, coupled = acceptance.greedy(scores, no_x), acceptance.coupled(scores, noise, no_x)
+    greedy = acceptance.greedy(scores, no_x)
+    coupled = acceptance.match((scores + noise).argmax(dim=-1), no_x)
     assert (int(greedy.num_accepted), int(greedy.next_token)) == (0, 1)
     assert (int(coupled.num_accepted), int(coupled.next_token)) == (0, 0)
 

@@ -145,9 +145,9 @@ def generate_with_services(
     while len(at_target.sequence.tokens) <= length:
         base_length = len(at_target.sequence.tokens)
         proposal = draft_model.run(Proposing(at_draft, k, TOP_N[16], committed))
-        n, y, _ = target.run(Verification(at_target, proposal.token_ids, proposal.distributions))
-        committed = (base_length, [*proposal.token_ids[:n], y])
-        first = n if first is None else first
+        verified = target.run(Verification(at_target, proposal.token_ids, proposal.distributions))
+        committed = (base_length, verified.token_ids)
+        first = verified.num_accepted if first is None else first
     assert first is not None
     release(at_draft, at_target)
     return at_target.sequence.tokens[1 : 1 + length], first

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from gateway.commit import Output, Stopping
-from gateway.rounds import Speculation, run_rounds
+from gateway.rounds import run_rounds
+from gateway.speculating import Speculating
+from gateway.speculation import Speculation
 from gateway.statistics import Exchange, Statistics
+from gateway.workload import Workload
 from specdec.v1 import common_pb2, gateway_pb2, verifier_pb2
 from specdec.v1.gateway_pb2 import (
     FINISH_REASON_LENGTH,
@@ -347,7 +350,15 @@ async def in_blocks(
     output = Output(TOKENIZER, stopping)
     verifier: Any = Verdicts(blocks)
     statistics = Statistics(common_pb2.ACCEPTANCE_RULE_COUPLED)
-    rounds = run_rounds(verifier, Speculation(0), output, statistics)
+    wanted = Speculating(
+        common_pb2.ACCEPTANCE_RULE_COUPLED,
+        num_draft_tokens=0,
+        draft_topk=1,
+        adaptive=False,
+        run_ahead=0,
+    )
+    speculation = Speculation(wanted, output.room, Workload(), statistics, confident=True)
+    rounds = run_rounds(verifier, speculation, output, statistics)
     return [chunk async for chunk in rounds], output
 
 

@@ -263,6 +263,34 @@ async def test_a_lying_draft_is_dropped_and_the_generation_goes_on(
     await _lied_to(target_folder, lie, use, draft_patience_seconds=0.3)
 
 
+@pytest.mark.parametrize(
+    ("lie", "rule", "reason"),
+    [
+        (_changed(token_ids=[1, 2, 3], parents=[0, 0, 0]), "coupled", "the limit is 2"),
+        (_changed(token_ids=[1, 1], parents=[0, 0]), "coupled", "are equal"),
+        (_changed(token_ids=[1, 2], parents=[0]), "coupled", "came with 1 parents"),
+        (_changed(token_ids=[1, 2], parents=[0, 1, 1]), "coupled", "came with 3 parents"),
+        (_changed(token_ids=[1, 2], parents=[2, 0]), "coupled", "does not come before it"),
+        (_changed(token_ids=[1, 2], parents=[0, 2**32 - 1]), "coupled", "does not come before it"),
+        (_changed(parents=[0, 0]), "rejection", "the limit is 1"),
+        (_changed(parents=[0, 0]), "block", "the limit is 1"),
+    ],
+)
+async def test_a_draft_whose_trees_are_none_is_dropped_and_the_generation_goes_on(
+    target_folder: Path, lie: Any, rule: str, reason: str
+) -> None:
+    async def use(running: Gateway) -> None:
+        plain = await running.generate(PROMPT, rule=rule, **{**OPTIONS, "k": 0})
+        result = await running.generate(PROMPT, rule=rule, topk=2, **OPTIONS)
+        assert result.speculation.num_draft_tokens == 0
+        assert result.speculation.fallback_rounds == 29
+        assert reason in result.speculation.fallback_reason
+        # Without drafted tokens each rule is plain decoding.
+        assert result.token_ids == plain.token_ids
+
+    await _lied_to(target_folder, lie, use)
+
+
 async def test_stale_proposals_are_dropped_and_counted(target_folder: Path) -> None:
     async def use(running: Gateway) -> None:
         result = await running.generate(PROMPT, rule="rejection", **OPTIONS)

@@ -185,13 +185,31 @@ NOTHING = Draft(())
 @pytest.mark.parametrize(
     ("first", "second", "third", "expected"),
     [
-        pytest.param(Draft([1], (), 4), Draft([2], (), 9), Draft([3]), 1, id="long enough"),
-        pytest.param(Draft([1], (), 3), Draft([2], (), 4), Draft([3]), 2, id="the next"),
-        pytest.param(Draft([1], (), 3), Draft([2], (), 3), Draft([3]), 3, id="the model"),
-        pytest.param(Draft([1]), Draft([2], (), 9), Draft([3]), 1, id="not from a match"),
+        pytest.param(
+            Draft([1], match_length=4), Draft([2], match_length=9), Draft([3]), 1, id="long enough"
+        ),
+        pytest.param(
+            Draft([1], match_length=3), Draft([2], match_length=4), Draft([3]), 2, id="the next"
+        ),
+        pytest.param(
+            Draft([1], match_length=3), Draft([2], match_length=3), Draft([3]), 3, id="the model"
+        ),
+        pytest.param(Draft([1]), Draft([2], match_length=9), Draft([3]), 1, id="not from a match"),
         pytest.param(NOTHING, NOTHING, Draft([3]), 3, id="only the model"),
-        pytest.param(Draft([1], (), 2), Draft([2], (), 3), NOTHING, 2, id="the longest of short"),
-        pytest.param(Draft([1], (), 3), Draft([2], (), 3), NOTHING, 1, id="the first of equal"),
+        pytest.param(
+            Draft([1], match_length=2),
+            Draft([2], match_length=3),
+            NOTHING,
+            2,
+            id="the longest of short",
+        ),
+        pytest.param(
+            Draft([1], match_length=3),
+            Draft([2], match_length=3),
+            NOTHING,
+            1,
+            id="the first of equal",
+        ),
         pytest.param(NOTHING, NOTHING, NOTHING, None, id="nobody"),
     ],
 )
@@ -204,7 +222,7 @@ async def test_the_first_with_a_long_enough_match_proposes(
 
 
 async def test_those_that_were_not_asked_are_told_later_what_they_missed() -> None:
-    sure, unsure = Draft([1], (), 9), Draft([1], (), 1)
+    sure, unsure = Draft([1], match_length=9), Draft([1], match_length=1)
     first = Scripted(sure, sure, unsure, sure, unsure)
     model = Scripted(Draft([3]), Draft([3]))
     combined = CombinedSession([first, model], 4)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,11 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from specdec.v1 import common_pb2
+from gateway.controller import Controller, DraftPlan
+from gateway.speculation import Speculation
+from gateway.workload import Observation
+from specdec.proposals import first_tokens
+from specdec.v1 import common_pb2, draft_pb2
 from tests.models import byte_tokens, make_model
 from tests.processing import processed
 from tests.stack import Stack, pair
@@ -41,12 +48,17 @@ def exact_law(folder: Path, sampling: common_pb2.Sampling) -> torch.Tensor:
     return first[:, None] * second
 
 
-async def draw(stack: Stack, rule: str, k: int, sampling: common_pb2.Sampling) -> torch.Tensor:
-    """[V, V]: how often each continuation came."""
+async def draw(
+    stack: Stack, rule: str, k: int, sampling: common_pb2.Sampling, **speculation: Any
+) -> torch.Tensor:
+    """[V, V]: how often each continuation came. `speculation`: how else to speculate."""
     counts: Counter[tuple[int, ...]] = Counter()
+    adaptive = speculation.get("adaptive", False)
+    drafted = 0
     seeds = iter(range(DRAWS))
 
     async def client() -> None:
+        nonlocal drafted
         for seed in seeds:
             # More tokens than are looked at, so that the limit clamps no block that matters.
             result = await stack.generate(
@@ -59,13 +71,16 @@ async def draw(stack: Stack, rule: str, k: int, sampling: common_pb2.Sampling) -
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
+                **speculation,
             )
             # Every first round has a draft: where drafts are copies, later ones may have none.
-            assert result.speculation.drafted_per_position[0] > 0
+            assert adaptive or result.speculation.drafted_per_position[0] > 0
+            drafted += result.speculation.num_draft_tokens > 0
             assert result.speculation.fallback_reason in ("", "the draft proposed nothing")
             counts[tuple(result.token_ids[:2])] += 1
 
     await asyncio.gather(*(client() for _ in range(8)))
+    assert drafted > DRAWS // 2
     table = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     for pair_of_tokens, count in counts.items():
         table[pair_of_tokens] = count
@@ -110,6 +125,86 @@ async def test_a_draft_with_another_tokenizer_does_not_change_it(tmp_path: Path,
     async with pair(target, draft, draft_options={"target_tokenizer": str(target)}) as stack:
         observed = await draw(stack, rule, 3, sampling)
     assert_law(observed, expected)
+
+
+SAMPLING = common_pb2.Sampling(temperature=1.5, top_k=12, top_p=0.97)
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[Stack, torch.Tensor]]:
+    """The services, and the law of their target."""
+    table = byte_tokens(VOCABULARY)
+    target = make_model(folder / "target", seed=1, rows=VOCABULARY, table=table)
+    draft = make_model(folder / "draft", seed=2, rows=VOCABULARY, table=table, near=target)
+    async with pair(target, draft, draft_options={"draft_top_n": 4}) as stack:
+        yield stack, exact_law(target, SAMPLING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+async def test_a_draft_that_is_cut_short_and_runs_ahead_does_not_change_it(
+    tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observe = Controller.observe
+
+    def as_if_drafts_paid(controller: Controller, observation: Observation) -> None:
+        # Both models are tiny, and the machine may be busy. Of real ones the target takes longer.
+        times: dict[str, Any] = {"verify_us": 50_000.0, "draft_us": 200.0, "verify_queue_us": 0.0}
+        wires: dict[str, Any] = {"draft_wire_us": 100.0, "verify_wire_us": 100.0}
+        observe(controller, observation._replace(**times, **wires))
+
+    monkeypatch.setattr(Controller, "observe", as_if_drafts_paid)
+    async with running(tmp_path) as (stack, expected):
+        observed = await draw(stack, rule, 3, SAMPLING, adaptive=True, run_ahead=8, topk=3)
+    assert_law(observed, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+async def test_a_number_that_depends_on_what_was_accepted_does_not_change_it(
+    tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is led by the rounds before to the utmost, and drafts in most."""
+    last: dict[Controller, int] = {}
+
+    def observe(controller: Controller, observation: Observation) -> None:
+        last[controller] = observation.num_accepted
+
+    def plan(controller: Controller, limit: int) -> DraftPlan:
+        # As many as stood, and one more; none after everything stood.
+        wanted = last.get(controller, 1) + 1
+        return DraftPlan(min(limit, wanted) if wanted <= 2 else 0)
+
+    monkeypatch.setattr(Controller, "observe", observe)
+    monkeypatch.setattr(Controller, "plan", plan)
+    async with running(tmp_path) as (stack, expected):
+        observed = await draw(stack, rule, 3, SAMPLING, adaptive=True, run_ahead=8)
+    assert_law(observed, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+async def test_a_number_that_depended_on_the_drafted_tokens_would_be_noticed(
+    tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted bug: unlikely tokens are dropped, and all that follows them, unverified."""
+    proposed = Speculation.propose
+
+    async def only_likely(speculation: Speculation) -> draft_pb2.Proposal:
+        proposal = await proposed(speculation)
+        count = 0
+        for token_id, q in zip(proposal.token_ids, proposal.distributions, strict=True):
+            if dict(zip(q.token_ids, q.probabilities, strict=True))[token_id] < 0.3:
+                break
+            count += 1
+        return first_tokens(proposal, count)
+
+    async with running(tmp_path) as (stack, expected):
+        monkeypatch.setattr(Speculation, "propose", only_likely)
+        monkeypatch.setattr(Controller, "plan", lambda controller, limit: DraftPlan(limit))
+        observed = await draw(stack, rule, 3, SAMPLING, adaptive=True)
+    with pytest.raises(AssertionError):
+        assert_law(observed, expected)
 
 
 def assert_law(observed: torch.Tensor, expected: torch.Tensor) -> None:

@@ -650,6 +650,46 @@ async def _(setup: Setup) -> None:
         assert result.speculation.fallback_rounds == 0
 
 
+@case("speculation.draft_topk")
+async def _(setup: Setup) -> None:
+    plain = (await setup.greedy(k=0, max_new_tokens=60)).token_ids
+    rounds = []
+    for topk in (1, 4):
+        result = await setup.greedy(k=8, topk=topk, max_new_tokens=60)
+        assert result.token_ids == plain
+        rounds.append(result.speculation.rounds)
+        # A tree has more tokens than depths.
+        drafted = result.speculation.drafted_per_position
+        assert (sum(drafted) < result.speculation.num_draft_tokens) == (topk > 1)
+    assert rounds[1] < rounds[0]
+
+
+@case("speculation.adaptive")
+async def _(setup: Setup) -> None:
+    plain = (await setup.greedy(k=0, max_new_tokens=60)).token_ids
+    undrafted = []
+    for adaptive in (False, True):
+        result = await setup.greedy(k=4, adaptive=adaptive, max_new_tokens=60)
+        assert result.token_ids == plain
+        speculation = result.speculation
+        undrafted.append(speculation.undrafted_rounds)
+        most = sum(min(4, 59 - done) for done in range(60))
+        assert speculation.num_draft_tokens <= most
+    # Here a draft costs as much as the target: it does not pay in every round.
+    assert undrafted[0] == 0 < undrafted[1]
+
+
+@case("speculation.run_ahead")
+async def _(setup: Setup) -> None:
+    plain = (await setup.greedy(k=0, max_new_tokens=60)).token_ids
+    ahead = []
+    for run_ahead in (0, 8):
+        result = await setup.greedy(k=3, run_ahead=run_ahead, max_new_tokens=60)
+        assert result.token_ids == plain
+        ahead.append(result.speculation.run_ahead_hits)
+    assert ahead[0] == 0 < ahead[1]
+
+
 @case("speculation.acceptance_rule")
 async def _(setup: Setup) -> None:
     # What the services list is all there is, and all of it works.

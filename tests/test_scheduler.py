@@ -231,7 +231,7 @@ def client(request: Request, verifier: Bench, draft: Bench) -> Client:
             Verification(here, drafted.token_ids, drafted.distributions),
         )
         n = verified.num_accepted
-        committed = [*drafted.token_ids[:n], verified.next_token]
+        committed = verified.token_ids
         rounds.append(Round(drafted.token_ids, n, committed))
         if EOS in committed:
             break

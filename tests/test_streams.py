@@ -267,6 +267,54 @@ async def test_a_contradiction_fails_that_session_and_no_other(
         await bystander.advance(round=2, base_length=4, token_ids=[7], num_draft_tokens=2)
 
 
+GREEDY = sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("parents", "token_ids", "changes"),
+    [
+        pytest.param([0, 0], [1, 2], {}, id="without topk"),
+        pytest.param([0, 0, 0], [1, 2, 3], {"draft_topk": 2}, id="too many side by side"),
+        pytest.param([0, 0], [1, 1], {"draft_topk": 2}, id="equal ones"),
+        pytest.param([0], [1, 2], {"draft_topk": 2}, id="too few"),
+        pytest.param([0, 1, 1], [1, 2], {"draft_topk": 2}, id="too many"),
+        pytest.param([0, 3, 0], [1, 2, 3], {"draft_topk": 2}, id="after its child"),
+        pytest.param([1], [1], {"draft_topk": 2}, id="its own parent"),
+        pytest.param([0, 2**32 - 1], [1, 2], {"draft_topk": 2}, id="far away"),
+        pytest.param(
+            [0, 0],
+            [1, 2],
+            {"draft_topk": 2, "acceptance_rule": common_pb2.ACCEPTANCE_RULE_REJECTION},
+            id="with distributions",
+        ),
+    ],
+)
+async def test_a_tree_that_is_none_or_not_wanted_fails_that_session_and_no_other(
+    target_folder: Path, parents: list[int], token_ids: list[int], changes: dict[str, Any]
+) -> None:
+    q = [common_pb2.SparseDistribution(token_ids=[t], probabilities=[1.0]) for t in token_ids]
+    async with verifying(target_folder) as channel:
+        neighbour, client = VerifyClient(channel), VerifyClient(channel)
+        await neighbour.open(opening(draft_topk=2, sampling=GREEDY))
+        await client.open(opening(num_draft_tokens=8, **changes))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.verdict(
+                round=1, base_length=4, token_ids=token_ids, parents=parents, distributions=q
+            )
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert reason_of(caught.value) == "CONTRACT_VIOLATION"
+        # A tree of two tokens side by side, one of which is right.
+        first, *rest = await plain(neighbour, 4, range(1, 4))
+        other = VerifyClient(channel)
+        await other.open(opening(draft_topk=2, sampling=GREEDY))
+        verdict = await other.verdict(
+            round=1, base_length=4, token_ids=[(first + 1) % 300, first], parents=[0, 0]
+        )
+        assert verdict.num_accepted == 1
+        assert list(verdict.token_ids) == [first, rest[0]]
+        assert await plain(other, 6, range(2, 3)) == rest[1:]
+
+
 @pytest.mark.parametrize(
     ("field", "changes"),
     [

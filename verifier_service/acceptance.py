@@ -10,6 +10,7 @@ Every rule returns an `Outcome`: n tokens stand, then y is emitted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,24 +37,41 @@ def greedy(scores: torch.Tensor, x: torch.Tensor) -> Outcome:
     return match(scores.argmax(dim=-1), x)
 
 
-def coupled(scores: torch.Tensor, noise: torch.Tensor, x: torch.Tensor) -> Outcome:
-    """Gumbel coupling (Daliri et al., arXiv 2408.07978): y_t = argmax log p_t + g_t.
+def match(y: torch.Tensor, x: torch.Tensor) -> Outcome:
+    """Emits the target's own tokens y [..., K + 1] while the previous one equals the draft's.
 
-    The tokens y are those that the target alone would emit under the same noise. The draft only
-    decides how many of them one pass yields.
+    With the noise g that draft and target share, y_t = argmax log p_t + g_t, this is the Gumbel
+    coupling (Daliri et al., arXiv 2408.07978): y are the tokens that the target alone would emit,
+    and the draft only decides how many of them one pass yields.
 
     Args:
-        scores: [..., K + 1, V], processed; log p up to a constant in each row.
-        noise: [..., K + 1, V], the Gumbel noise g of the positions.
+        y: int64 [..., K + 1].
         x: int64 [..., K].
     """
-    return match((scores + noise).argmax(dim=-1), x)
-
-
-def match(y: torch.Tensor, x: torch.Tensor) -> Outcome:
-    """Emits the target's own tokens y [..., K + 1] while the previous one equals the draft's."""
     n = _leading(y[..., :-1] == x)
     return Outcome(n, y.gather(-1, n.unsqueeze(-1)).squeeze(-1))
+
+
+def walk(
+    y: Sequence[int], token_ids: Sequence[int], parents: Sequence[int]
+) -> tuple[list[int], int]:
+    """`match` for a tree: emits the target's own tokens as long as they are in the tree.
+
+    Args:
+        y: [K + 1], the target's token after the root, then after each drafted token.
+        token_ids: the K drafted tokens.
+        parents: theirs; see `specdec.trees`.
+
+    Returns:
+        The places of the drafted tokens that stand, and the token that follows them.
+    """
+    places = {key: place for place, key in enumerate(zip(parents, token_ids, strict=True), 1)}
+    found: list[int] = []
+    here = 0
+    while (following := places.get((here, y[here]))) is not None:
+        found.append(following)
+        here = following
+    return found, y[here]
 
 
 def rejection(

@@ -82,23 +82,24 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         contract.check_candidates(
             token_ids,
             distributions,
+            candidates.parents,
             need_distributions=needs_distributions(
                 session.opening.sampling, session.opening.acceptance_rule
             ),
         )
-        verified, timings = await runtime.thread.work(
-            Verification(session, token_ids, distributions)
-        )
-        n = verified.num_accepted
-        contract.end(candidates.round, n + 1)
+        work = Verification(session, token_ids, distributions, candidates.parents)
+        verified, timings = await runtime.thread.work(work)
+        contract.end(candidates.round, len(verified.token_ids))
         return verifier_pb2.VerifyResponse(
             verdict=verifier_pb2.Verdict(
                 round=candidates.round,
                 base_length=candidates.base_length,
-                num_accepted=n,
-                token_ids=[*token_ids[:n], verified.next_token],
+                num_accepted=verified.num_accepted,
+                token_ids=verified.token_ids,
                 timings=timings,
                 logprobs=verified.logprobs,
+                pass_rows=work.pass_rows,
+                pass_sessions=work.pass_sessions,
             )
         )
 

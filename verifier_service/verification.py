@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.lm.coupling import coupled_choice
 from specdec.lm.logprobs import token_logprobs
 from specdec.lm.processing import Rows, is_greedy, join, process
-from specdec.lm.randomness import Stream, gumbel, key, seed_tensor, uniform
+from specdec.lm.randomness import Stream, key, seed_tensor, uniform
 from specdec.lm.runtime import Session
 from specdec.lm.work import Work, failing
+from specdec.trees import depths, is_chain
 from specdec.v1 import common_pb2
 from verifier_service import acceptance
 
@@ -21,14 +23,17 @@ class Verified(NamedTuple):
 
     num_accepted: int
     """n: how many drafted tokens stand."""
-    next_token: int
-    """y: the token that follows them."""
+    token_ids: list[int]
+    """Those, and y, the token that follows them."""
     logprobs: list[common_pb2.TokenLogprobs]
     """Of the accepted tokens and of y, if they were asked for."""
 
 
 class Verification(Work):
     """The verification of one block of drafted tokens, by its session's settings and rule.
+
+    A block may be a tree where the rule needs no distributions. Row 0 of its logits then follows
+    the committed tokens, and row i the token at place i.
 
     Its result is a `Verified`. The sequence then holds what stands, and the cache no rejected
     token. It fails with FloatingPointError if the target's logits are not numbers, or everything
@@ -40,25 +45,28 @@ class Verification(Work):
         session: Session,
         token_ids: list[int],
         distributions: Sequence[common_pb2.SparseDistribution],
+        parents: Sequence[int] = (),
     ) -> None:
         """
         Args:
             session: at the target.
             token_ids: K drafted tokens.
             distributions: what each was sampled from, where the rule needs it.
+            parents: of the tokens, if they are a tree; see `specdec.trees`.
         """
         super().__init__(session.sequence)
         self.num_logits = len(token_ids) + 1
         self.token_ids = token_ids
         self.history = session.history
         self._distributions = distributions
+        self._parents = [] if is_chain(parents) else list(parents)
         self._sampling = session.opening.sampling
         self._rule = session.opening.acceptance_rule
         self._logprobs = session.opening.logprobs if session.opening.HasField("logprobs") else None
 
     def start(self) -> None:
         self._base_length = len(self.sequence.tokens)
-        self.sequence.append(self.token_ids)
+        self.sequence.append(self.token_ids, self._parents or None)
 
     @property
     def _wants_processed(self) -> bool:
@@ -76,7 +84,9 @@ class Verification(Work):
         plain: dict[int, list[Verification]] = {}
         processed: list[Verification] = []
         for work in works:
-            if work._is_plain:
+            if work._is_plain and work._parents:
+                work._match_tree()
+            elif work._is_plain:
                 plain.setdefault(work.num_logits, []).append(work)
             else:
                 processed.append(work)
@@ -100,7 +110,15 @@ class Verification(Work):
         for work, logits, (n, token_id, numbers) in zip(works, blocks, found, strict=True):
             with failing(work):
                 _require_numbers(bool(numbers))
-                work._commit(n, token_id, logits)
+                work._commit(range(1, n + 1), token_id, logits)
+
+    def _match_tree(self) -> None:
+        """A tree whose tokens are the argmax of the logits as they are."""
+        with failing(self):
+            logits = self.collect()
+            best, y = logits.float().max(dim=-1)
+            _require_numbers(bool(best.isfinite().all()))
+            self._commit(*self._walk(y), logits)
 
     @classmethod
     def _process(cls, works: Sequence[Verification]) -> None:
@@ -110,42 +128,73 @@ class Verification(Work):
             with failing(work):
                 logits = work.collect()
                 _require_numbers(bool(logits.amax(dim=-1).isfinite().all()))
-                ready.append((work, logits, work.history.rows(work.token_ids)))
+                rows = work.history.tree_rows(work.token_ids, work._parents)
+                ready.append((work, logits, rows))
         if not ready:
             return
-        rows = join([rows for _, _, rows in ready])
-        together = process(torch.cat([logits for _, logits, _ in ready]), rows)
+        together = process(
+            torch.cat([logits for _, logits, _ in ready]), join([rows for _, _, rows in ready])
+        )
         parts = together.split([len(logits) for _, logits, _ in ready])
         for (work, logits, _), scores in zip(ready, parts, strict=True):
             with failing(work):
-                outcome = work._accept(scores)
-                n, y = int(outcome.num_accepted), int(outcome.next_token)
-                if not bool(scores[n, y].isfinite()):
+                places, y = work._accept(scores)
+                if not bool(scores[places[-1] if places else 0, y].isfinite()):
                     raise FloatingPointError("the request's masks leave no token to sample")
-                work._commit(n, y, scores if work._wants_processed else logits)
+                work._commit(places, y, scores if work._wants_processed else logits)
 
-    def _commit(self, n: int, y: int, scored: torch.Tensor) -> None:
-        """Commits what stands. `scored` [K + 1, V]: what log-probabilities are taken from."""
-        emitted = [*self.token_ids[:n], y]
+    def _commit(self, places: Sequence[int], y: int, scored: torch.Tensor) -> None:
+        """Commits what stands.
+
+        Args:
+            places: of the drafted tokens that stand, from the first on.
+            y: the token that follows them.
+            scored: [K + 1, V], what log-probabilities are taken from.
+        """
+        emitted = [*(self.token_ids[place - 1] for place in places), y]
+        if self._parents:
+            self.sequence.keep(places)
         self.sequence.commit(self._base_length, emitted)
         self.history.commit(emitted)
         found = []
         if self._logprobs is not None:
-            found = token_logprobs(scored[: n + 1], emitted, self._logprobs.num_top)
-        self.finish(Verified(n, y, found))
+            found = token_logprobs(scored[[0, *places]], emitted, self._logprobs.num_top)
+        self.finish(Verified(len(places), emitted, found))
 
-    def _accept(self, scores: torch.Tensor) -> acceptance.Outcome:
+    def _walk(self, y: torch.Tensor) -> tuple[list[int], int]:
+        """Goes through the tree along the target's own tokens y [K + 1].
+
+        Returns:
+            The places of the drafted tokens that it agrees with, and its token after the last.
+        """
+        return acceptance.walk(y.tolist(), self.token_ids, self._parents)
+
+    def _accept(self, scores: torch.Tensor) -> tuple[Sequence[int], int]:
+        """Which places stand by the session's rule, and what follows. `scores` [K + 1, V]."""
+        if self._parents:
+            if is_greedy(self._sampling):
+                return self._walk(scores.argmax(dim=-1))
+            # Tokens side by side are at the same position, and share its noise.
+            return self._walk(self._coupled_choice(scores, [0, *depths(self._parents)]))
+        outcome = self._accept_chain(scores)
+        return range(1, int(outcome.num_accepted) + 1), int(outcome.next_token)
+
+    def _coupled_choice(self, scores: torch.Tensor, depth: Sequence[int]) -> torch.Tensor:
+        """int64 [K + 1]: the target's own tokens, so many places after the committed ones."""
+        positions = _tensor(list(depth), scores.device) + self._base_length
+        seed = seed_tensor(self._sampling.seed, scores.device)
+        return coupled_choice(scores, key(seed, Stream.COUPLED, positions))
+
+    def _accept_chain(self, scores: torch.Tensor) -> acceptance.Outcome:
         device = scores.device
         x = _tensor(self.token_ids, device)
         if is_greedy(self._sampling):
             return acceptance.greedy(scores, x)
+        if self._rule == common_pb2.ACCEPTANCE_RULE_COUPLED:
+            return acceptance.match(self._coupled_choice(scores, range(len(scores))), x)
         seed = seed_tensor(self._sampling.seed, device)
         base_length = self._base_length
         positions = torch.arange(base_length, base_length + len(scores), device=device)
-        if self._rule == common_pb2.ACCEPTANCE_RULE_COUPLED:
-            vocabulary = torch.arange(scores.shape[-1], device=device)
-            noise = gumbel(key(seed, Stream.COUPLED, positions), vocabulary)
-            return acceptance.coupled(scores, noise, x)
         rule = _RULES[self._rule]
         coins = uniform(key(seed, Stream.COIN, positions[:-1], base_length))
         # One draw a round: its base length is a position that no other round starts from.

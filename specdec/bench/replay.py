@@ -195,7 +195,8 @@ class _Session:
 
     async def advance(self, token_ids: Sequence[int], num_draft_tokens: int) -> None:
         """Commits tokens and asks for the next proposal."""
-        await self._call.write(self._rounds.advance(token_ids, num_draft_tokens))
+        self._rounds.commit(token_ids)
+        await self._call.write(self._rounds.advance(num_draft_tokens))
 
     async def proposal(self, limit: int) -> draft_pb2.Proposal:
         """Waits for the proposal of the current round, of at most `limit` tokens.

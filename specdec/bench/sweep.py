@@ -31,6 +31,9 @@ class Workload:
     temperature: float = 0.0
     seed: int = 0
     num_draft_tokens: int | None = None
+    draft_topk: int | None = None
+    adaptive: bool | None = None
+    run_ahead: int | None = None
     acceptance_rule: common_pb2.AcceptanceRule.ValueType = common_pb2.ACCEPTANCE_RULE_UNSPECIFIED
     ignore_eos: bool = False
 
@@ -43,12 +46,22 @@ class Workload:
             stopping=gateway_pb2.StoppingParams(
                 max_new_tokens=self.max_new_tokens, ignore_eos=self.ignore_eos
             ),
-            speculation=gateway_pb2.SpeculationParams(
-                enabled=mode == SPECULATIVE,
-                num_draft_tokens=self.num_draft_tokens if mode == SPECULATIVE else None,
-                acceptance_rule=self.acceptance_rule,
-            ),
+            speculation=self._speculation(mode),
             prefix_cache=common_pb2.PrefixCacheParams(salt=salt),
+        )
+
+    def _speculation(self, mode: str) -> gateway_pb2.SpeculationParams:
+        if mode != SPECULATIVE:
+            return gateway_pb2.SpeculationParams(
+                enabled=False, acceptance_rule=self.acceptance_rule
+            )
+        return gateway_pb2.SpeculationParams(
+            enabled=True,
+            num_draft_tokens=self.num_draft_tokens,
+            draft_topk=self.draft_topk,
+            adaptive=self.adaptive,
+            run_ahead=self.run_ahead,
+            acceptance_rule=self.acceptance_rule,
         )
 
 

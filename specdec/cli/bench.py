@@ -75,9 +75,16 @@ def bench(
         typer.Option(
             "-k",
             "--num-draft-tokens",
-            help="Drafted tokens a round; with --drafts several, separated by commas.",
+            help="Most drafted tokens a round; with --drafts several, separated by commas.",
         ),
     ] = None,
+    draft_topk: Annotated[
+        int | None, typer.Option(min=1, help="As of `specdec generate`, under load.")
+    ] = None,
+    adaptive: Annotated[
+        bool | None, typer.Option("--adaptive/--no-adaptive", help="Likewise.")
+    ] = None,
+    run_ahead: Annotated[int | None, typer.Option(min=0, help="Likewise.")] = None,
     rule: Annotated[
         Rule | None, typer.Option(help="The acceptance rule; the server's default if left out.")
     ] = None,
@@ -128,6 +135,7 @@ def bench(
         **{"repeats": repeats, "requests": requests, "duration": duration, "timeout": timeout},
         **{"kinds": kinds, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos},
         **{"num_draft_tokens": num_draft_tokens, "rule": rule, "seed": seed},
+        **{"draft_topk": draft_topk, "adaptive": adaptive, "run_ahead": run_ahead},
         **{"temperature": temperature, "drafts": drafts, "verifier_address": verifier_address},
         **{"from_log": from_log and str(from_log), "save_log": save_log and str(save_log)},
     }
@@ -143,6 +151,9 @@ def bench(
         temperature=temperature,
         seed=seed,
         num_draft_tokens=ks[0] if ks else None,
+        draft_topk=draft_topk,
+        adaptive=adaptive,
+        run_ahead=run_ahead,
         acceptance_rule=bench_flags.rule_value(rule),
         ignore_eos=ignore_eos,
     )

@@ -81,6 +81,8 @@ class Result:
                 f"drafted ({speculation.acceptance_rate:.0%}), "
                 f"mean acceptance length {speculation.mean_acceptance_length:.2f}"
             )
+        if speculation.undrafted_rounds:
+            line += f", {_plural(speculation.undrafted_rounds, 'round')} not worth a draft"
         if speculation.fallback_rounds:
             line += (
                 f", {_plural(speculation.fallback_rounds, 'round')} without draft: "

@@ -87,7 +87,21 @@ def generate(
         Rule | None, typer.Option(help="The acceptance rule; the server's default if left out.")
     ] = None,
     num_draft_tokens: Annotated[
-        int | None, typer.Option("-k", "--num-draft-tokens", help="Drafted tokens a round.")
+        int | None, typer.Option("-k", "--num-draft-tokens", help="Most drafted tokens a round.")
+    ] = None,
+    draft_topk: Annotated[
+        int | None,
+        typer.Option(help="Most of them that follow one and the same token; 1 is a chain."),
+    ] = None,
+    adaptive: Annotated[
+        bool | None,
+        typer.Option(
+            "--adaptive/--no-adaptive", help="Whether fewer are drafted where more do not pay."
+        ),
+    ] = None,
+    run_ahead: Annotated[
+        int | None,
+        typer.Option(help="For how many verdicts the next proposal is prepared meanwhile."),
     ] = None,
     logprobs: Annotated[
         int | None,
@@ -148,7 +162,14 @@ def generate(
         ignore_eos=ignore_eos,
     )
     request.stopping.stop_strings.extend(utf8(string, "--stop") for string in stop or ())
-    set_fields(request.speculation, num_draft_tokens=num_draft_tokens)
+    set_fields(
+        request.speculation,
+        num_draft_tokens=num_draft_tokens,
+        draft_topk=draft_topk,
+        run_ahead=run_ahead,
+    )
+    if adaptive is not None:
+        request.speculation.adaptive = adaptive
     if no_speculation:
         request.speculation.enabled = False
     if rule is not None:

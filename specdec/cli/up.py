@@ -47,8 +47,23 @@ def up(
     ] = None,
     rule: Annotated[Rule, typer.Option(help="Default acceptance rule.")] = Rule.COUPLED,
     num_draft_tokens: Annotated[
-        int, typer.Option("-k", "--num-draft-tokens", min=0, help="Default drafted tokens a round.")
-    ] = 5,
+        int | None,
+        typer.Option(
+            "-k", "--num-draft-tokens", min=0, help="Most drafted tokens a round, by default."
+        ),
+    ] = None,
+    draft_topk: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most of them that follow one and the same token, by default; 1: chains."
+        ),
+    ] = None,
+    run_ahead: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="For how many verdicts the next proposal is prepared, by default."
+        ),
+    ] = None,
     gateway_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the gateway.")
     ] = services.GATEWAY.port,
@@ -82,7 +97,12 @@ def up(
             *("--device", draft_device),
             *(("--target-tokenizer", target) if translate and target else ()),
         ),
-        gateway_options=("--acceptance-rule", rule, "--num-draft-tokens", str(num_draft_tokens)),
+        gateway_options=(
+            *("--acceptance-rule", rule),
+            *_given("--num-draft-tokens", num_draft_tokens),
+            *_given("--draft-topk", draft_topk),
+            *_given("--run-ahead", run_ahead),
+        ),
     )
     _refuse_taken_ports(children)
     console = stdout()
@@ -95,6 +115,10 @@ def up(
         fail(str(error))
     except foreground.Stopped:
         tell(console, "stopped")
+
+
+def _given(flag: str, value: int | None) -> tuple[str, ...]:
+    return () if value is None else (flag, str(value))
 
 
 async def _stay(children: Sequence[Child], console: Console) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/common.proto\x12\nspecdec.v1\"\xcb\x02\n\tModelInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1c\n\x14\x65\x66\x66\x65\x63tive_vocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x1a\n\x12max_context_length\x18\x07 \x01(\r\x12\x34\n\x10\x61\x63\x63\x65ptance_rules\x18\x08 \x03(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x1c\n\x14max_num_draft_tokens\x18\t \x01(\r\x12\x15\n\rany_tokenizer\x18\n \x01(\x08\x12\x10\n\x08\x64rafters\x18\x0b \x01(\t\x12\x16\n\x0e\x63\x65rtain_drafts\x18\x0c \x01(\x08\"\xa5\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x37\n\nlogit_bias\x18\t \x03(\x0b\x32#.specdec.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x1c\n\x14suppressed_token_ids\x18\x0b \x03(\r\x12\x16\n\x0emin_new_tokens\x18\x0c \x01(\r\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12$\n\x07grammar\x18\x0e \x01(\x0b\x32\x13.specdec.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"I\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"Z\n\x0fLogprobsRequest\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.specdec.v1.LogprobsMode\x12\x0e\n\x06prompt\x18\x03 \x01(\x08\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\">\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"\xea\x02\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12&\n\x08sampling\x18\x06 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12\x33\n\x0f\x61\x63\x63\x65ptance_rule\x18\x07 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\r\x12-\n\x08logprobs\x18\t \x01(\x0b\x32\x1b.specdec.v1.LogprobsRequest\x12\x18\n\x10tokenizer_sha256\x18\n \x01(\t\x12\x33\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x1d.specdec.v1.PrefixCacheParams\"1\n\x11PrefixCacheParams\x12\x0e\n\x06\x62ypass\x18\x01 \x01(\x08\x12\x0c\n\x04salt\x18\x02 \x01(\t\"\x9d\x01\n\x06Opened\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.specdec.v1.Timings\x12\x32\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"/\n\x07Timings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\ncompute_us\x18\x02 \x01(\x04*\x88\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x01\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x02\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x03*\xb9\x02\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\x1a\n\x16\x45RROR_REASON_NOT_READY\x10\x02\x12%\n!ERROR_REASON_VERIFIER_UNAVAILABLE\x10\x03\x12#\n\x1f\x45RROR_REASON_CONTRACT_VIOLATION\x10\x04\x12#\n\x1f\x45RROR_REASON_TOKENIZER_MISMATCH\x10\x05\x12\x1e\n\x1a\x45RROR_REASON_MODEL_FAILURE\x10\x06\x12\"\n\x1e\x45RROR_REASON_DEADLINE_EXCEEDED\x10\x07\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x08*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/common.proto\x12\nspecdec.v1\"\xda\x02\n\tModelInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1c\n\x14\x65\x66\x66\x65\x63tive_vocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x1a\n\x12max_context_length\x18\x07 \x01(\r\x12\x34\n\x10\x61\x63\x63\x65ptance_rules\x18\x08 \x03(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x1c\n\x14max_num_draft_tokens\x18\t \x01(\r\x12\x15\n\rany_tokenizer\x18\n \x01(\x08\x12\x10\n\x08\x64rafters\x18\x0b \x01(\t\x12\x16\n\x0e\x63\x65rtain_drafts\x18\x0c \x01(\x08\x12\r\n\x05trees\x18\r \x01(\x08\"\xa5\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x37\n\nlogit_bias\x18\t \x03(\x0b\x32#.specdec.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x1c\n\x14suppressed_token_ids\x18\x0b \x03(\r\x12\x16\n\x0emin_new_tokens\x18\x0c \x01(\r\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12$\n\x07grammar\x18\x0e \x01(\x0b\x32\x13.specdec.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"I\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"Z\n\x0fLogprobsRequest\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.specdec.v1.LogprobsMode\x12\x0e\n\x06prompt\x18\x03 \x01(\x08\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\">\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\"\xbe\x03\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12&\n\x08sampling\x18\x06 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12\x33\n\x0f\x61\x63\x63\x65ptance_rule\x18\x07 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\r\x12-\n\x08logprobs\x18\t \x01(\x0b\x32\x1b.specdec.v1.LogprobsRequest\x12\x18\n\x10tokenizer_sha256\x18\n \x01(\t\x12\x33\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x1d.specdec.v1.PrefixCacheParams\x12\x12\n\ndraft_topk\x18\x0c \x01(\r\x12+\n\x0b\x64raft_costs\x18\r \x01(\x0b\x32\x16.specdec.v1.DraftCosts\x12\x11\n\trun_ahead\x18\x0e \x01(\r\"\'\n\nDraftCosts\x12\x0b\n\x03row\x18\x01 \x01(\x01\x12\x0c\n\x04step\x18\x02 \x01(\x01\"1\n\x11PrefixCacheParams\x12\x0e\n\x06\x62ypass\x18\x01 \x01(\x08\x12\x0c\n\x04salt\x18\x02 \x01(\t\"\x9d\x01\n\x06Opened\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.specdec.v1.Timings\x12\x32\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"/\n\x07Timings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\ncompute_us\x18\x02 \x01(\x04*\x88\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x01\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x02\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x03*\xb9\x02\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\x1a\n\x16\x45RROR_REASON_NOT_READY\x10\x02\x12%\n!ERROR_REASON_VERIFIER_UNAVAILABLE\x10\x03\x12#\n\x1f\x45RROR_REASON_CONTRACT_VIOLATION\x10\x04\x12#\n\x1f\x45RROR_REASON_TOKENIZER_MISMATCH\x10\x05\x12\x1e\n\x1a\x45RROR_REASON_MODEL_FAILURE\x10\x06\x12\"\n\x1e\x45RROR_REASON_DEADLINE_EXCEEDED\x10\x07\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x08*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ACCEPTANCERULE']._serialized_start=1733
-  _globals['_ACCEPTANCERULE']._serialized_end=1869
-  _globals['_ERRORREASON']._serialized_start=1872
-  _globals['_ERRORREASON']._serialized_end=2185
-  _globals['_LOGPROBSMODE']._serialized_start=2187
-  _globals['_LOGPROBSMODE']._serialized_end=2284
+  _globals['_ACCEPTANCERULE']._serialized_start=1873
+  _globals['_ACCEPTANCERULE']._serialized_end=2009
+  _globals['_ERRORREASON']._serialized_start=2012
+  _globals['_ERRORREASON']._serialized_end=2325
+  _globals['_LOGPROBSMODE']._serialized_start=2327
+  _globals['_LOGPROBSMODE']._serialized_end=2424
   _globals['_MODELINFO']._serialized_start=40
-  _globals['_MODELINFO']._serialized_end=371
-  _globals['_SAMPLING']._serialized_start=374
-  _globals['_SAMPLING']._serialized_end=795
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=747
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=795
-  _globals['_GRAMMAR']._serialized_start=797
-  _globals['_GRAMMAR']._serialized_end=870
-  _globals['_LOGPROBSREQUEST']._serialized_start=872
-  _globals['_LOGPROBSREQUEST']._serialized_end=962
-  _globals['_TOKENLOGPROBS']._serialized_start=964
-  _globals['_TOKENLOGPROBS']._serialized_end=1041
-  _globals['_SPARSEDISTRIBUTION']._serialized_start=1043
-  _globals['_SPARSEDISTRIBUTION']._serialized_end=1105
-  _globals['_OPEN']._serialized_start=1108
-  _globals['_OPEN']._serialized_end=1470
-  _globals['_PREFIXCACHEPARAMS']._serialized_start=1472
-  _globals['_PREFIXCACHEPARAMS']._serialized_end=1521
-  _globals['_OPENED']._serialized_start=1524
-  _globals['_OPENED']._serialized_end=1681
-  _globals['_TIMINGS']._serialized_start=1683
-  _globals['_TIMINGS']._serialized_end=1730
+  _globals['_MODELINFO']._serialized_end=386
+  _globals['_SAMPLING']._serialized_start=389
+  _globals['_SAMPLING']._serialized_end=810
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=762
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=810
+  _globals['_GRAMMAR']._serialized_start=812
+  _globals['_GRAMMAR']._serialized_end=885
+  _globals['_LOGPROBSREQUEST']._serialized_start=887
+  _globals['_LOGPROBSREQUEST']._serialized_end=977
+  _globals['_TOKENLOGPROBS']._serialized_start=979
+  _globals['_TOKENLOGPROBS']._serialized_end=1056
+  _globals['_SPARSEDISTRIBUTION']._serialized_start=1058
+  _globals['_SPARSEDISTRIBUTION']._serialized_end=1120
+  _globals['_OPEN']._serialized_start=1123
+  _globals['_OPEN']._serialized_end=1569
+  _globals['_DRAFTCOSTS']._serialized_start=1571
+  _globals['_DRAFTCOSTS']._serialized_end=1610
+  _globals['_PREFIXCACHEPARAMS']._serialized_start=1612
+  _globals['_PREFIXCACHEPARAMS']._serialized_end=1661
+  _globals['_OPENED']._serialized_start=1664
+  _globals['_OPENED']._serialized_end=1821
+  _globals['_TIMINGS']._serialized_start=1823
+  _globals['_TIMINGS']._serialized_end=1870
 # @@protoc_insertion_point(module_scope)

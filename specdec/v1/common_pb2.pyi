@@ -161,6 +161,7 @@ class ModelInfo(_message.Message):
     ANY_TOKENIZER_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     CERTAIN_DRAFTS_FIELD_NUMBER: _builtins.int
+    TREES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """The version of this wire contract. Peers of different versions refuse each other."""
     model_id: _builtins.str
@@ -194,6 +195,10 @@ class ModelInfo(_message.Message):
     so of drafts that are copied, and of those of a model with another tokenizer, which are
     translated into the tokens of the table above. False in a verifier.
     """
+    trees: _builtins.bool
+    """Whether the service makes, or verifies, proposals that are trees. Both have to for a session to
+    have any.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids that end a generation unless it asks to ignore them."""
@@ -217,10 +222,11 @@ class ModelInfo(_message.Message):
         any_tokenizer: _builtins.bool = ...,
         drafters: _builtins.str = ...,
         certain_drafts: _builtins.bool = ...,
+        trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "any_tokenizer", b"any_tokenizer", "certain_drafts", b"certain_drafts", "drafters", b"drafters", "effective_vocab_size", b"effective_vocab_size", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_num_draft_tokens", b"max_num_draft_tokens", "model_id", b"model_id", "protocol_version", b"protocol_version", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rules", b"acceptance_rules", "any_tokenizer", b"any_tokenizer", "certain_drafts", b"certain_drafts", "drafters", b"drafters", "effective_vocab_size", b"effective_vocab_size", "eos_token_ids", b"eos_token_ids", "max_context_length", b"max_context_length", "max_num_draft_tokens", b"max_num_draft_tokens", "model_id", b"model_id", "protocol_version", b"protocol_version", "tokenizer_sha256", b"tokenizer_sha256", "trees", b"trees", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,6 +488,9 @@ class Open(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    DRAFT_TOPK_FIELD_NUMBER: _builtins.int
+    DRAFT_COSTS_FIELD_NUMBER: _builtins.int
+    RUN_AHEAD_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Names the session in the logs of all services."""
     round: _builtins.int
@@ -498,6 +507,14 @@ class Open(_message.Message):
     """The SHA-256 of the token table that the token ids belong to. A service with another one refuses
     the session with TOKENIZER_MISMATCH, so that not even a service that was replaced a moment ago
     can answer for it. One that is for any_tokenizer takes all.
+    """
+    draft_topk: _builtins.int
+    """The most tokens that a proposal holds side by side, after one and the same token. With 0 or 1
+    proposals are chains. Sessions that need distributions have chains only.
+    """
+    run_ahead: _builtins.int
+    """For how many verdicts the draft prepares the proposal that follows while it waits for the one
+    that is given. With 0 it waits.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -519,6 +536,10 @@ class Open(_message.Message):
     def prefix_cache(self) -> Global___PrefixCacheParams:
         """How the session takes part in the prefix cache."""
 
+    @_builtins.property
+    def draft_costs(self) -> Global___DraftCosts:
+        """What drafting costs, for the first proposal."""
+
     def __init__(
         self,
         *,
@@ -533,14 +554,52 @@ class Open(_message.Message):
         logprobs: Global___LogprobsRequest | None = ...,
         tokenizer_sha256: _builtins.str = ...,
         prefix_cache: Global___PrefixCacheParams | None = ...,
+        draft_topk: _builtins.int = ...,
+        draft_costs: Global___DraftCosts | None = ...,
+        run_ahead: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prefix_cache", b"prefix_cache", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_costs", b"draft_costs", "logprobs", b"logprobs", "prefix_cache", b"prefix_cache", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rule", b"acceptance_rule", "base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "prefix_cache", b"prefix_cache", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "sampling", b"sampling", "session_id", b"session_id", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rule", b"acceptance_rule", "base_length", b"base_length", "committed_token_ids", b"committed_token_ids", "draft_costs", b"draft_costs", "draft_topk", b"draft_topk", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "prefix_cache", b"prefix_cache", "prompt_token_ids", b"prompt_token_ids", "round", b"round", "run_ahead", b"run_ahead", "sampling", b"sampling", "session_id", b"session_id", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class DraftCosts(_message.Message):
+    """What drafting costs, counted in tokens that the session could have committed in the same time. The
+    draft leaves out what costs more than it yields. Unset, or 0, means that it costs nothing.
+
+    It is only heeded where a token's chance to stand may decide about it, which is so at temperature
+    0 and under COUPLED: elsewhere it would change the output's distribution.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    row: _builtins.float
+    """Of one more token to verify. A token is left out if the draft expects it to stand, with all
+    those before it, with a lower probability.
+    """
+    step: _builtins.float
+    """Of one more step of the draft. It is left out if the tokens that it adds are expected to give
+    fewer.
+    """
+    def __init__(
+        self,
+        *,
+        row: _builtins.float = ...,
+        step: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCosts: _TypeAlias = DraftCosts  # noqa: Y015
 
 @_typing.final
 class PrefixCacheParams(_message.Message):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import common_pb2 as specdec_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"!\n\x1f\x44raftServiceGetModelInfoRequest\"M\n DraftServiceGetModelInfoResponse\x12)\n\nmodel_info\x18\x01 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\"c\n\x0c\x44raftRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.specdec.v1.OpenH\x00\x12&\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x13.specdec.v1.AdvanceH\x00\x42\t\n\x07message\"Z\n\x07\x41\x64vance\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\"j\n\rDraftResponse\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.specdec.v1.OpenedH\x00\x12(\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.ProposalH\x00\x42\t\n\x07message\"\xcf\x01\n\x08Proposal\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rdistributions\x18\x04 \x03(\x0b\x32\x1e.specdec.v1.SparseDistribution\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.specdec.v1.Timings\x12\x1a\n\x12presumed_token_ids\x18\x07 \x03(\r2\xbb\x01\n\x0c\x44raftService\x12i\n\x0cGetModelInfo\x12+.specdec.v1.DraftServiceGetModelInfoRequest\x1a,.specdec.v1.DraftServiceGetModelInfoResponse\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specdec/v1/draft.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"!\n\x1f\x44raftServiceGetModelInfoRequest\"M\n DraftServiceGetModelInfoResponse\x12)\n\nmodel_info\x18\x01 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\"c\n\x0c\x44raftRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.specdec.v1.OpenH\x00\x12&\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x13.specdec.v1.AdvanceH\x00\x42\t\n\x07message\"\x87\x01\n\x07\x41\x64vance\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12+\n\x0b\x64raft_costs\x18\x05 \x01(\x0b\x32\x16.specdec.v1.DraftCosts\"j\n\rDraftResponse\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.specdec.v1.OpenedH\x00\x12(\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.ProposalH\x00\x42\t\n\x07message\"\xf7\x01\n\x08Proposal\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rdistributions\x18\x04 \x03(\x0b\x32\x1e.specdec.v1.SparseDistribution\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.specdec.v1.Timings\x12\x1a\n\x12presumed_token_ids\x18\x07 \x03(\r\x12\x0f\n\x07parents\x18\x08 \x03(\r\x12\x15\n\rprobabilities\x18\t \x03(\x02\x32\xbb\x01\n\x0c\x44raftService\x12i\n\x0cGetModelInfo\x12+.specdec.v1.DraftServiceGetModelInfoRequest\x1a,.specdec.v1.DraftServiceGetModelInfoResponse\x12@\n\x05\x44raft\x12\x18.specdec.v1.DraftRequest\x1a\x19.specdec.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,12 +38,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICEGETMODELINFORESPONSE']._serialized_end=175
   _globals['_DRAFTREQUEST']._serialized_start=177
   _globals['_DRAFTREQUEST']._serialized_end=276
-  _globals['_ADVANCE']._serialized_start=278
-  _globals['_ADVANCE']._serialized_end=368
-  _globals['_DRAFTRESPONSE']._serialized_start=370
-  _globals['_DRAFTRESPONSE']._serialized_end=476
-  _globals['_PROPOSAL']._serialized_start=479
-  _globals['_PROPOSAL']._serialized_end=686
-  _globals['_DRAFTSERVICE']._serialized_start=689
-  _globals['_DRAFTSERVICE']._serialized_end=876
+  _globals['_ADVANCE']._serialized_start=279
+  _globals['_ADVANCE']._serialized_end=414
+  _globals['_DRAFTRESPONSE']._serialized_start=416
+  _globals['_DRAFTRESPONSE']._serialized_end=522
+  _globals['_PROPOSAL']._serialized_start=525
+  _globals['_PROPOSAL']._serialized_end=772
+  _globals['_DRAFTSERVICE']._serialized_start=775
+  _globals['_DRAFTSERVICE']._serialized_end=962
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,7 @@ class Advance(_message.Message):
     BASE_LENGTH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_COSTS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round that the next proposal is for. A round that is not newer than the last one is stale:
     it is dropped and counted.
@@ -111,10 +112,16 @@ class Advance(_message.Message):
     holds; a gap fails the session.
     """
     num_draft_tokens: _builtins.int
-    """The most tokens that the next proposal may hold. With 0 the answer is an empty proposal."""
+    """The most tokens that the next proposal may hold. With 0 the answer is an empty proposal. Nothing
+    is answered if a proposal was pushed that presumes what this message commits.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens committed on top of base_length. The next proposal starts after them."""
+
+    @_builtins.property
+    def draft_costs(self) -> _common_pb2.DraftCosts:
+        """What drafting costs, for the next proposal."""
 
     def __init__(
         self,
@@ -123,10 +130,11 @@ class Advance(_message.Message):
         base_length: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_tokens: _builtins.int = ...,
+        draft_costs: _common_pb2.DraftCosts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_costs", b"draft_costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "num_draft_tokens", b"num_draft_tokens", "round", b"round", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "draft_costs", b"draft_costs", "num_draft_tokens", b"num_draft_tokens", "round", b"round", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,6 +185,8 @@ class Proposal(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     PRESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round that the proposal is for."""
     base_length: _builtins.int
@@ -185,7 +195,9 @@ class Proposal(_message.Message):
     """The temperature that the tokens were drafted at, so that a difference can be seen."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The drafted tokens, in order. They may be fewer than were asked for, or none."""
+        """The drafted tokens, each after the one that it follows. They may be fewer than were asked for,
+        or none.
+        """
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]:
@@ -204,6 +216,17 @@ class Proposal(_message.Message):
         be committed, and the receiver drops it if they are not.
         """
 
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty if each token follows the one before it. Otherwise the proposal is a tree: for each token
+        the place of the one that it follows, counted from 1, or 0 if it follows the committed tokens.
+        Tokens that follow the same one are distinct.
+        """
+
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """If the draft can tell: how probable it holds it that each token stands, with those before it."""
+
     def __init__(
         self,
         *,
@@ -214,10 +237,12 @@ class Proposal(_message.Message):
         temperature: _builtins.float = ...,
         timings: _common_pb2.Timings | None = ...,
         presumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "distributions", b"distributions", "presumed_token_ids", b"presumed_token_ids", "round", b"round", "temperature", b"temperature", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "distributions", b"distributions", "parents", b"parents", "presumed_token_ids", b"presumed_token_ids", "probabilities", b"probabilities", "round", b"round", "temperature", b"temperature", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -473,33 +473,64 @@ class SpeculationParams(_message.Message):
     ENABLED_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_RULE_FIELD_NUMBER: _builtins.int
+    DRAFT_TOPK_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_FIELD_NUMBER: _builtins.int
+    RUN_AHEAD_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Whether to draft at all. The default is true unless the server is configured otherwise."""
     num_draft_tokens: _builtins.int
-    """How many tokens to draft a round, up to the server's cap. 0 is plain decoding. The server's
-    default applies if it is left out.
+    """How many tokens to draft a round at most, up to the server's cap. 0 is plain decoding. The
+    server's default applies if it is left out.
     """
     acceptance_rule: _common_pb2.AcceptanceRule.ValueType
     """How drafted tokens are accepted. UNSPECIFIED takes the server's default."""
+    draft_topk: _builtins.int
+    """How many tokens to draft side by side after one and the same token, at most. With 1 proposals
+    are chains. The server's default applies if it is left out. It is 1 with REJECTION and BLOCK at
+    a temperature above 0.
+    """
+    adaptive: _builtins.bool
+    """Whether fewer tokens are drafted, or none, where more would not pay. Without, each round drafts
+    num_draft_tokens. The server's default applies if it is left out.
+    """
+    run_ahead: _builtins.int
+    """For how many verdicts the draft prepares the next proposal while the target is at work. The
+    server's default applies if it is left out.
+    """
     def __init__(
         self,
         *,
         enabled: _builtins.bool | None = ...,
         num_draft_tokens: _builtins.int | None = ...,
         acceptance_rule: _common_pb2.AcceptanceRule.ValueType = ...,
+        draft_topk: _builtins.int | None = ...,
+        adaptive: _builtins.bool | None = ...,
+        run_ahead: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_num_draft_tokens", b"_num_draft_tokens", "enabled", b"enabled", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive", "_draft_topk", b"_draft_topk", "_enabled", b"_enabled", "_num_draft_tokens", b"_num_draft_tokens", "_run_ahead", b"_run_ahead", "adaptive", b"adaptive", "draft_topk", b"draft_topk", "enabled", b"enabled", "num_draft_tokens", b"num_draft_tokens", "run_ahead", b"run_ahead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_num_draft_tokens", b"_num_draft_tokens", "acceptance_rule", b"acceptance_rule", "enabled", b"enabled", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive", "_draft_topk", b"_draft_topk", "_enabled", b"_enabled", "_num_draft_tokens", b"_num_draft_tokens", "_run_ahead", b"_run_ahead", "acceptance_rule", b"acceptance_rule", "adaptive", b"adaptive", "draft_topk", b"draft_topk", "enabled", b"enabled", "num_draft_tokens", b"num_draft_tokens", "run_ahead", b"run_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adaptive: _TypeAlias = _typing.Literal["adaptive"]  # noqa: Y015
+    _WhichOneofArgType__adaptive: _TypeAlias = _typing.Literal["_adaptive", b"_adaptive"]  # noqa: Y015
+    _WhichOneofReturnType__draft_topk: _TypeAlias = _typing.Literal["draft_topk"]  # noqa: Y015
+    _WhichOneofArgType__draft_topk: _TypeAlias = _typing.Literal["_draft_topk", b"_draft_topk"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
     _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__run_ahead: _TypeAlias = _typing.Literal["run_ahead"]  # noqa: Y015
+    _WhichOneofArgType__run_ahead: _TypeAlias = _typing.Literal["_run_ahead", b"_run_ahead"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adaptive) -> _WhichOneofReturnType__adaptive | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_topk) -> _WhichOneofReturnType__draft_topk | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_draft_tokens) -> _WhichOneofReturnType__num_draft_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run_ahead) -> _WhichOneofReturnType__run_ahead | None: ...
 
 Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
 
@@ -730,6 +761,9 @@ class SpeculationStatistics(_message.Message):
     WIRE_US_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
     DRAFT_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNDRAFTED_ROUNDS_FIELD_NUMBER: _builtins.int
+    RUN_AHEAD_HITS_FIELD_NUMBER: _builtins.int
+    RUN_AHEAD_MISSES_FIELD_NUMBER: _builtins.int
     acceptance_rule: _common_pb2.AcceptanceRule.ValueType
     """The rule that was used."""
     rounds: _builtins.int
@@ -749,7 +783,7 @@ class SpeculationStatistics(_message.Message):
     it names both hashes.
     """
     stale_proposals: _builtins.int
-    """Proposals that came too late to be used, and were dropped."""
+    """Proposals that were dropped: for rounds that were over, or for verdicts that were not given."""
     draft_us: _builtins.int
     """Microseconds that the draft service computed."""
     verify_us: _builtins.int
@@ -760,6 +794,12 @@ class SpeculationStatistics(_message.Message):
     """Microseconds that messages waited for a model in the draft and verifier services."""
     draft_cached_tokens: _builtins.int
     """How many tokens of the prompt the draft service had cached already."""
+    undrafted_rounds: _builtins.int
+    """Rounds that were not drafted for because it would not have paid."""
+    run_ahead_hits: _builtins.int
+    """Rounds whose proposal was there when the round before it ended, prepared ahead."""
+    run_ahead_misses: _builtins.int
+    """Rounds whose proposal had been prepared ahead for other verdicts only, and came late."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How often the drafted token at each position of a proposal was accepted."""
@@ -787,10 +827,13 @@ class SpeculationStatistics(_message.Message):
         wire_us: _builtins.int = ...,
         queue_us: _builtins.int = ...,
         draft_cached_tokens: _builtins.int = ...,
+        undrafted_rounds: _builtins.int = ...,
+        run_ahead_hits: _builtins.int = ...,
+        run_ahead_misses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_per_position", b"accepted_per_position", "draft_cached_tokens", b"draft_cached_tokens", "draft_us", b"draft_us", "drafted_per_position", b"drafted_per_position", "fallback_reason", b"fallback_reason", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "queue_us", b"queue_us", "rounds", b"rounds", "stale_proposals", b"stale_proposals", "verify_us", b"verify_us", "wire_us", b"wire_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_per_position", b"accepted_per_position", "draft_cached_tokens", b"draft_cached_tokens", "draft_us", b"draft_us", "drafted_per_position", b"drafted_per_position", "fallback_reason", b"fallback_reason", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "queue_us", b"queue_us", "rounds", b"rounds", "run_ahead_hits", b"run_ahead_hits", "run_ahead_misses", b"run_ahead_misses", "stale_proposals", b"stale_proposals", "undrafted_rounds", b"undrafted_rounds", "verify_us", b"verify_us", "wire_us", b"wire_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

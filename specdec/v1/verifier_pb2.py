@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import common_pb2 as specdec_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specdec/v1/verifier.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"$\n\"VerifierServiceGetModelInfoRequest\"P\n#VerifierServiceGetModelInfoResponse\x12)\n\nmodel_info\x18\x01 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\"\x15\n\x13GetTokenizerRequest\"`\n\x14GetTokenizerResponse\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.TokenizerHeaderH\x00\x12\x11\n\x07\x63ontent\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xd2\x01\n\x0fTokenizerHeader\x12\x16\n\x0e\x63ontent_sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x46\n\x0especial_tokens\x18\x04 \x03(\x0b\x32..specdec.v1.TokenizerHeader.SpecialTokensEntry\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"j\n\rVerifyRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.specdec.v1.OpenH\x00\x12,\n\ncandidates\x18\x02 \x01(\x0b\x32\x16.specdec.v1.CandidatesH\x00\x42\t\n\x07message\"z\n\nCandidates\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rdistributions\x18\x04 \x03(\x0b\x32\x1e.specdec.v1.SparseDistribution\"i\n\x0eVerifyResponse\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.specdec.v1.OpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x42\t\n\x07message\"\xa9\x01\n\x07Verdict\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x07timings\x18\x05 \x01(\x0b\x32\x13.specdec.v1.Timings\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs2\x9c\x02\n\x0fVerifierService\x12o\n\x0cGetModelInfo\x12..specdec.v1.VerifierServiceGetModelInfoRequest\x1a/.specdec.v1.VerifierServiceGetModelInfoResponse\x12S\n\x0cGetTokenizer\x12\x1f.specdec.v1.GetTokenizerRequest\x1a .specdec.v1.GetTokenizerResponse0\x01\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specdec/v1/verifier.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"$\n\"VerifierServiceGetModelInfoRequest\"P\n#VerifierServiceGetModelInfoResponse\x12)\n\nmodel_info\x18\x01 \x01(\x0b\x32\x15.specdec.v1.ModelInfo\"\x15\n\x13GetTokenizerRequest\"`\n\x14GetTokenizerResponse\x12-\n\x06header\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.TokenizerHeaderH\x00\x12\x11\n\x07\x63ontent\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xd2\x01\n\x0fTokenizerHeader\x12\x16\n\x0e\x63ontent_sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x46\n\x0especial_tokens\x18\x04 \x03(\x0b\x32..specdec.v1.TokenizerHeader.SpecialTokensEntry\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"j\n\rVerifyRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.specdec.v1.OpenH\x00\x12,\n\ncandidates\x18\x02 \x01(\x0b\x32\x16.specdec.v1.CandidatesH\x00\x42\t\n\x07message\"\x8b\x01\n\nCandidates\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rdistributions\x18\x04 \x03(\x0b\x32\x1e.specdec.v1.SparseDistribution\x12\x0f\n\x07parents\x18\x05 \x03(\r\"i\n\x0eVerifyResponse\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.specdec.v1.OpenedH\x00\x12&\n\x07verdict\x18\x02 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x42\t\n\x07message\"\xd3\x01\n\x07Verdict\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x07timings\x18\x05 \x01(\x0b\x32\x13.specdec.v1.Timings\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12\x11\n\tpass_rows\x18\x07 \x01(\r\x12\x15\n\rpass_sessions\x18\x08 \x01(\r2\x9c\x02\n\x0fVerifierService\x12o\n\x0cGetModelInfo\x12..specdec.v1.VerifierServiceGetModelInfoRequest\x1a/.specdec.v1.VerifierServiceGetModelInfoResponse\x12S\n\x0cGetTokenizer\x12\x1f.specdec.v1.GetTokenizerRequest\x1a .specdec.v1.GetTokenizerResponse0\x01\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,12 +48,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZERHEADER_SPECIALTOKENSENTRY']._serialized_end=518
   _globals['_VERIFYREQUEST']._serialized_start=520
   _globals['_VERIFYREQUEST']._serialized_end=626
-  _globals['_CANDIDATES']._serialized_start=628
-  _globals['_CANDIDATES']._serialized_end=750
-  _globals['_VERIFYRESPONSE']._serialized_start=752
-  _globals['_VERIFYRESPONSE']._serialized_end=857
-  _globals['_VERDICT']._serialized_start=860
-  _globals['_VERDICT']._serialized_end=1029
-  _globals['_VERIFIERSERVICE']._serialized_start=1032
-  _globals['_VERIFIERSERVICE']._serialized_end=1316
+  _globals['_CANDIDATES']._serialized_start=629
+  _globals['_CANDIDATES']._serialized_end=768
+  _globals['_VERIFYRESPONSE']._serialized_start=770
+  _globals['_VERIFYRESPONSE']._serialized_end=875
+  _globals['_VERDICT']._serialized_start=878
+  _globals['_VERDICT']._serialized_end=1089
+  _globals['_VERIFIERSERVICE']._serialized_start=1092
+  _globals['_VERIFIERSERVICE']._serialized_end=1376
 # @@protoc_insertion_point(module_scope)

@@ -205,6 +205,7 @@ class Candidates(_message.Message):
     BASE_LENGTH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The number of the round. A round that is not newer than the last one is stale: it is dropped
     and counted.
@@ -215,13 +216,19 @@ class Candidates(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The drafted tokens, in order, at most as many as the session was opened for."""
+        """The drafted tokens, each after the one that it follows, at most as many as the session was
+        opened for.
+        """
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SparseDistribution]:
         """The distribution that each token was sampled from, where the rule needs it: REJECTION and BLOCK
         at a temperature above 0. Empty otherwise.
         """
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of the Proposal."""
 
     def __init__(
         self,
@@ -230,10 +237,11 @@ class Candidates(_message.Message):
         base_length: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         distributions: _abc.Iterable[_common_pb2.SparseDistribution] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "distributions", b"distributions", "round", b"round", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "distributions", b"distributions", "parents", b"parents", "round", b"round", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,12 +291,19 @@ class Verdict(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PASS_ROWS_FIELD_NUMBER: _builtins.int
+    PASS_SESSIONS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round that was verified."""
     base_length: _builtins.int
     """The number of committed tokens that the round started from."""
     num_accepted: _builtins.int
-    """How many drafted tokens stand."""
+    """How many drafted tokens stand: in a tree, those of one way through it."""
+    pass_rows: _builtins.int
+    """How many tokens of how many sessions the target was fed in the pass that verified the round, so
+    that whoever drafts can tell what one more costs.
+    """
+    pass_sessions: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens to commit: the accepted ones, then one more. That one is a correction if a drafted
@@ -312,10 +327,12 @@ class Verdict(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         timings: _common_pb2.Timings | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        pass_rows: _builtins.int = ...,
+        pass_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "round", b"round", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_length", b"base_length", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "pass_rows", b"pass_rows", "pass_sessions", b"pass_sessions", "round", b"round", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -352,7 +352,7 @@ CAPABILITIES = (
     ),
     Capability(
         "speculation.num_draft_tokens",
-        "How many tokens to draft a round",
+        "How many tokens to draft a round at most",
         "0 up to the server's cap",
         "5, or as the server is configured",
         tests=(
@@ -369,6 +369,32 @@ CAPABILITIES = (
             "test_identity.py::test_every_k_gives_the_same",
             "test_law.py::test_the_law_is_that_of_plain_decoding",
         ),
+    ),
+    Capability(
+        "speculation.draft_topk",
+        "How many tokens to draft side by side, after the same one, at most",
+        "[1, 64]; 1 where REJECTION or BLOCK sample",
+        "1, or as the server is configured",
+        law=Law.REPEATABLE,
+        tests=("test_identity.py::test_every_way_to_speculate_gives_the_same",),
+    ),
+    Capability(
+        "speculation.adaptive",
+        "Whether less is drafted, or nothing, where more would not pay",
+        "true or false",
+        "true, or as the server is configured",
+        tests=(
+            "test_identity.py::test_every_way_to_speculate_gives_the_same",
+            "test_law.py::test_the_law_where_the_rounds_before_decide_how_much_is_drafted",
+        ),
+    ),
+    Capability(
+        "speculation.run_ahead",
+        "For how many verdicts the next proposal is prepared",
+        "[0, 64]",
+        "0, or as the server is configured",
+        law=Law.REPEATABLE,
+        tests=("test_identity.py::test_every_way_to_speculate_gives_the_same",),
     ),
     Capability(
         "logprobs.num_top",

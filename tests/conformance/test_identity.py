@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
@@ -32,13 +33,32 @@ from tests.conformance.capabilities import (
 )
 from tests.stack import RULES, Gateway, Result, draft, drafts_are_used, gateway, verifier
 
-# Some hundred comparisons of five ways to speculate each: over a minute.
+# Some hundred comparisons of seven ways to speculate each: over a minute.
 pytestmark = pytest.mark.slow
 
 EOS = 0
 Gateways = dict[str, Gateway]
-SPECULATIVE = [("near", 1), ("near", 5), ("near", 8), ("stranger", 2), ("target", 8)]
-"""Drafts, and how many tokens they draft."""
+
+
+class Way(NamedTuple):
+    """How to speculate."""
+
+    draft: str
+    k: int
+    topk: int = 1
+    run_ahead: int = 0
+    adaptive: bool = False
+
+
+SPECULATIVE = [
+    Way("near", 1),
+    Way("near", 5),
+    Way("near", 8, run_ahead=4),
+    Way("near", 8, topk=4),
+    Way("near", 12, topk=3, run_ahead=8, adaptive=True),
+    Way("stranger", 2),
+    Way("target", 8),
+]
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -62,10 +82,17 @@ async def gateways(
 
 def with_speculation(request: GenerateRequest, k: int, rule: str = "coupled") -> GenerateRequest:
     """The request at K drafted tokens."""
+    return in_a_way(request, Way("near", k), rule)
+
+
+def in_a_way(request: GenerateRequest, way: Way, rule: str = "coupled") -> GenerateRequest:
     changed = GenerateRequest()
     changed.CopyFrom(request)
-    changed.speculation.num_draft_tokens = k
+    changed.speculation.num_draft_tokens = way.k
     changed.speculation.acceptance_rule = RULES[rule]
+    changed.speculation.draft_topk = way.topk
+    changed.speculation.run_ahead = way.run_ahead
+    changed.speculation.adaptive = way.adaptive
     return changed
 
 
@@ -144,7 +171,7 @@ def assert_invariants(request: GenerateRequest, result: Result) -> None:
 async def assert_identical(gateways: Gateways, request: GenerateRequest) -> list[Result]:
     """Asserts that speculation changes nothing. Returns the plain results."""
     requests = [("near", with_speculation(request, 0))]
-    requests += [(name, with_speculation(request, k)) for name, k in SPECULATIVE]
+    requests += [(way.draft, in_a_way(request, way)) for way in SPECULATIVE]
     if request.sampling.temperature == 0.0:
         requests += [("near", with_speculation(request, 5, r)) for r in ("rejection", "block")]
     plain, *others = await asyncio.gather(
@@ -211,6 +238,25 @@ async def test_every_k_gives_the_same(gateways: Gateways, temperature: float) ->
             found = await gateways["near"].send_for_samples(with_speculation(request, k, rule))
             assert outcomes(found) == outcomes(plain), (rule, k)
             assert found[0].speculation.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+@pytest.mark.parametrize("topk", [1, 2, 4])
+async def test_every_way_to_speculate_gives_the_same(
+    gateways: Gateways, topk: int, temperature: float
+) -> None:
+    request = at_temperature(temperature)
+    plain = await gateways["near"].send_for_samples(with_speculation(request, 0))
+    hits = 0
+    for k, run_ahead, adaptive in product(range(1, 17), (0, 4, 8), (False, True)):
+        way = Way("near", k, topk, run_ahead, adaptive)
+        found = await gateways["near"].send_for_samples(in_a_way(request, way))
+        assert outcomes(found) == outcomes(plain), way
+        assert found[0].speculation.fallback_rounds == 0, way
+        hits += found[0].speculation.run_ahead_hits
+        assert adaptive or found[0].speculation.num_draft_tokens > 0
+        assert run_ahead or found[0].speculation.run_ahead_hits == 0
+    assert hits > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])

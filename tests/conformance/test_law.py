@@ -8,7 +8,8 @@ bugs show what the comparison sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.models import byte_tokens, make_tokenizer
 from tests.processing import resolved
 from tests.stack import RULES
 from tests.tables import TableModel, release, session
-from verifier_service.verification import Verification
+from verifier_service.verification import Verification, Verified
 
 VOCABULARY = 8
 EOS = 0
@@ -70,8 +71,9 @@ def two_tokens(
     k: int,
     on_target: type[History] = History,
     on_draft: type[History] = History,
+    adapt: Callable[[int, Verified], int] = lambda k, verified: k,
 ) -> list[int]:
-    """The first two tokens of one session."""
+    """The first two tokens of one session. `adapt`: the next K, from the last one and a verdict."""
     value = RULES[rule]
     histories = [
         kind(sampling, PROMPT, VOCABULARY, torch.device("cpu"), start(sampling))
@@ -85,15 +87,16 @@ def two_tokens(
         proposal = draft_model.run(Proposing(at_draft, k, 6))
         while True:
             base_length = len(PROMPT) + len(output)
-            n, y, _ = target.run(
+            verified = target.run(
                 Verification(at_target, proposal.token_ids, proposal.distributions)
             )
-            output += [*proposal.token_ids[:n], y]
+            output += verified.token_ids
             if sampling.HasField("grammar") and EOS in output:
                 return [output[0], EOS if output[0] == EOS else output[1]]
             if len(output) >= 2:
                 return output[:2]
-            committed = (base_length, [*proposal.token_ids[:n], y])
+            committed = (base_length, verified.token_ids)
+            k = adapt(k, verified)
             proposal = draft_model.run(Proposing(at_draft, k, 6, committed))
     finally:
         release(at_draft, at_target)
@@ -126,7 +129,7 @@ def exact_law(sampling: Sampling, words: Sequence[Sequence[int]] = ()) -> torch.
 
 
 def sample(
-    rule: str, draft: str, sampling: Sampling, k: int, draws: int, **bugs: type[History]
+    rule: str, draft: str, sampling: Sampling, k: int, draws: int, **how: Any
 ) -> torch.Tensor:
     """[V, V]: how often each beginning came."""
     counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
@@ -134,7 +137,7 @@ def sample(
         settings = Sampling()
         settings.CopyFrom(sampling)
         settings.seed = seed
-        output = two_tokens(rule, draft, settings, k, **bugs)
+        output = two_tokens(rule, draft, settings, k, **how)
         counts[output[0], output[1]] += 1
     return counts
 
@@ -168,6 +171,21 @@ def test_the_law_with_everything_on_is_that_of_plain_decoding(rule: str) -> None
     """A smaller sample, for every run of the quick tests."""
     sampling = resolved(LAW_CASES["everything"])
     counts = sample(rule, "near", sampling, K, 400)
+    assert p_value(counts, exact_law(sampling)) > HONEST
+
+
+def by_the_round_before(k: int, verified: Verified) -> int:
+    """By what stood and what was emitted: all of that is committed."""
+    grown = k + 1 if verified.num_accepted == k else verified.num_accepted
+    return (grown + verified.token_ids[-1]) % 4
+
+
+@pytest.mark.slow
+@RULE
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_the_law_where_the_rounds_before_decide_how_much_is_drafted(rule: str, k: int) -> None:
+    sampling = resolved(LAW_CASES["everything"])
+    counts = sample(rule, "near", sampling, k, DRAWS, adapt=by_the_round_before)
     assert p_value(counts, exact_law(sampling)) > HONEST
 
 
