@@ -109,6 +109,9 @@ async def services(
         yield channel
 
 
+_PLAIN = gateway_pb2.SpeculationParams(enabled=False)
+
+
 def request(
     token_ids: Sequence[int],
     max_new_tokens: int,
@@ -117,15 +120,29 @@ def request(
     num_draft_tokens: int | None = None,
     salt: str | None = None,
 ) -> gateway_pb2.GenerateRequest:
-    """Greedy decoding of exactly so many tokens. Without a salt the prefix cache is bypassed."""
+    """Greedy decoding of exactly so many tokens.
+
+    Args:
+        token_ids: the prompt.
+        max_new_tokens: how many.
+        speculative: whether to draft.
+        num_draft_tokens: chains of so many tokens in every round; None for the server's choice.
+        salt: of the prefix cache, which is bypassed without one.
+    """
     return gateway_pb2.GenerateRequest(
         token_ids=gateway_pb2.TokenIdsInput(ids=token_ids),
         sampling=gateway_pb2.SamplingParams(temperature=0.0),
         stopping=gateway_pb2.StoppingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
-        speculation=gateway_pb2.SpeculationParams(
-            enabled=speculative, num_draft_tokens=num_draft_tokens if speculative else None
-        ),
+        speculation=_speculation(num_draft_tokens) if speculative else _PLAIN,
         prefix_cache=common_pb2.PrefixCacheParams(bypass=salt is None, salt=salt or ""),
+    )
+
+
+def _speculation(num_draft_tokens: int | None) -> gateway_pb2.SpeculationParams:
+    if num_draft_tokens is None:
+        return gateway_pb2.SpeculationParams(enabled=True)
+    return gateway_pb2.SpeculationParams(
+        enabled=True, num_draft_tokens=num_draft_tokens, draft_topk=1, adaptive=False
     )
 
 

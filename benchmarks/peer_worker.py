@@ -35,6 +35,9 @@ class Job:
     prompts: list[list[int]]
     max_new_tokens: int
     num_draft_tokens: int
+    """Of the other engines, and of specdec unless it is adaptive."""
+    adaptive: bool
+    """Whether specdec decides itself how many tokens to draft."""
     threads: int
     dtype: str
     target: str
@@ -193,7 +196,7 @@ def _specdec(job: Job) -> Any:
                         prompt,
                         max_new_tokens,
                         speculative=speculative,
-                        num_draft_tokens=job.num_draft_tokens,
+                        num_draft_tokens=None if job.adaptive else job.num_draft_tokens,
                     ),
                     Call("", ""),
                 )

@@ -46,7 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--kinds", default="code,reasoning,chat", help="of prompts; the others are long"
     )
     parser.add_argument("--max-new-tokens", type=common.positive, default=64, help="of a prompt")
-    parser.add_argument("--num-draft-tokens", type=common.positive, default=5, help="a round")
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=common.positive,
+        help="a round; if left out 5, and specdec's own choice for specdec",
+    )
     parser.add_argument("--threads", type=common.positive, default=2, help="of every engine")
     parser.add_argument("--gguf", type=Path, help="the default target's file, or its wheel")
     options = parser.parse_args(arguments)
@@ -82,7 +86,8 @@ def _jobs(options: argparse.Namespace, peers: list[str], levels: list[int]) -> l
             clients=clients,
             prompts=token_ids[: max(options.prompts, clients)],
             max_new_tokens=options.max_new_tokens,
-            num_draft_tokens=options.num_draft_tokens,
+            num_draft_tokens=options.num_draft_tokens or 5,
+            adaptive=options.num_draft_tokens is None,
             threads=options.threads,
             dtype=options.dtype,
             target=str(folder),

@@ -154,7 +154,7 @@ async def test_nothing_changes_what_is_generated(mediocre: Stack, feature: str) 
 async def test_no_way_to_speculate_changes_what_is_generated(
     mediocre: Stack, good: Stack, feature: str, temperature: float
 ) -> None:
-    for stack, seed in product((mediocre, good), range(4)):
+    for stack, seed in product((mediocre, good), range(2)):
         options = {"temperature": temperature, "seed": seed, "prompt": [seed + 1, *PROMPT]}
         await assert_identical(stack, WAYS, **options, **FEATURES[feature])
 
@@ -180,7 +180,7 @@ async def test_no_number_of_drafted_tokens_changes_what_is_generated(
 ) -> None:
     ways = [
         Way(k, topk, run_ahead, adaptive)
-        for k, run_ahead, adaptive in product(range(1, 17), (0, 4, 8), (False, True))
+        for k, run_ahead, adaptive in product(range(1, 17), (0, 8), (False, True))
     ]
     for stack, seed in ((mediocre, 3), (good, 4)):
         options = {"temperature": temperature, "seed": seed, **FEATURES[feature]}
@@ -881,7 +881,7 @@ async def test_hundreds_of_schedules_give_what_plain_decoding_gives(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
 ) -> None:
-    told = await run_schedules(target_folder, good_folder, 300, monkeypatch)
+    told = await run_schedules(target_folder, good_folder, 200, monkeypatch)
     for name, value in told.items():
         record_property(name, value)
     assert min(told.values()) > 0, told

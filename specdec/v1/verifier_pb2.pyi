@@ -300,10 +300,11 @@ class Verdict(_message.Message):
     num_accepted: _builtins.int
     """How many drafted tokens stand: in a tree, those of one way through it."""
     pass_rows: _builtins.int
-    """How many tokens of how many sessions the target was fed in the pass that verified the round, so
-    that whoever drafts can tell what one more costs.
+    """How many tokens the target was fed in the pass that verified the round, those of other sessions
+    included, so that whoever drafts can tell what one more costs.
     """
     pass_sessions: _builtins.int
+    """How many sessions shared that pass."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens to commit: the accepted ones, then one more. That one is a correction if a drafted

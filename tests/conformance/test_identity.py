@@ -248,7 +248,7 @@ async def test_every_way_to_speculate_gives_the_same(
     request = at_temperature(temperature)
     plain = await gateways["near"].send_for_samples(with_speculation(request, 0))
     hits = 0
-    for k, run_ahead, adaptive in product(range(1, 17), (0, 4, 8), (False, True)):
+    for k, run_ahead, adaptive in product((1, 2, 5, 16), (0, 8), (False, True)):
         way = Way("near", k, topk, run_ahead, adaptive)
         found = await gateways["near"].send_for_samples(in_a_way(request, way))
         assert outcomes(found) == outcomes(plain), way
