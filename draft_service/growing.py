@@ -85,9 +85,13 @@ class Growing(Work):
     def _look(cls, works: Sequence[Growing]) -> None:
         """All greedy, or none."""
         logits = [work.collect() for work in works]
-        temperatures = [work._sampling.temperature or 1.0 for work in works]
         if all(work._history.is_tempered for work in works):
-            scores = torch.cat([x.float() / t for x, t in zip(logits, temperatures, strict=True)])
+            scores = torch.cat(logits).float()
+            if not is_greedy(works[0]._sampling):
+                heats = [[work._sampling.temperature] for work in works for _ in work._looked]
+                # Differences to the best: however small the temperature, none overflows there.
+                scores = scores - scores.amax(dim=-1, keepdim=True)
+                scores = scores / scores.new_tensor(heats, dtype=torch.float64)
         else:
             rows = join([work._history.rows_after(work._ways) for work in works])
             scores = process(torch.cat(logits), rows)

@@ -103,6 +103,7 @@ async def test_a_draft_with_a_permuted_token_table_is_never_used(
         assert digest in result.speculation.fallback_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target_rows", "draft_rows"), [(512, 576), (576, 512)])
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 async def test_padding_rows_of_the_embedding_are_no_mismatch_and_never_emitted(

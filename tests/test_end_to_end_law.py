@@ -141,7 +141,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[Stack, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
 async def test_a_draft_that_is_cut_short_and_runs_ahead_does_not_change_it(
     tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +160,7 @@ async def test_a_draft_that_is_cut_short_and_runs_ahead_does_not_change_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["block"])
 async def test_a_number_that_depends_on_what_was_accepted_does_not_change_it(
     tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +183,7 @@ async def test_a_number_that_depends_on_what_was_accepted_does_not_change_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["rejection"])
 async def test_a_number_that_depended_on_the_drafted_tokens_would_be_noticed(
     tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

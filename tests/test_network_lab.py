@@ -37,6 +37,9 @@ from specdec.bench.prompts import Prompt
 # The link.
 
 
+pytestmark = pytest.mark.slow
+
+
 @asynccontextmanager
 async def echo() -> AsyncIterator[int]:
     """A server that sends back what it gets. Yields its port."""
