@@ -80,7 +80,7 @@ class CombinedSession(DraftSession):
                 continue
             if draft.match_length is None or draft.match_length >= self._min_match:
                 self._last = session
-                if self._topk > 1 and best.token_ids and draft.probabilities:
+                if self._topk > 1 and best.probabilities and draft.probabilities:
                     # The copy is not sure enough to stand alone, but may be a branch.
                     return merge(draft, best, num_draft_tokens, self._topk)
                 return draft

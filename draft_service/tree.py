@@ -169,10 +169,6 @@ class Growth:
         reached = sum(node.probability for node in ahead) / self.root.probability
         return ahead if reached * self._coverage >= self._costs.step else []
 
-    def draft(self) -> Draft:
-        """The proposal as it stands."""
-        return draft_of(self.root, self.nodes)
-
     @property
     def _coverage(self) -> float:
         """How probable it is that what follows a node is among its children: as at the root."""

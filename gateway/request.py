@@ -14,7 +14,7 @@ from gateway.grammar_check import grammar_fault
 from gateway.peers import Target
 from gateway.prompt import tokenize
 from gateway.settings import GatewaySettings
-from gateway.speculating import Speculating, speculating
+from gateway.speculation_settings import SpeculationSettings, speculation_settings
 from specdec.errors import SpecdecError, Violation
 from specdec.proposals import token_ids_fault
 from specdec.sessions import MAX_SALT_BYTES, sampling_violations
@@ -35,7 +35,7 @@ class Plan:
     prompt_token_ids: list[int]
     sampling: common_pb2.Sampling
     stopping: Stopping
-    speculating: Speculating
+    speculation: SpeculationSettings
     logprobs: common_pb2.LogprobsRequest | None
     num_samples: int
     prefix_cache: common_pb2.PrefixCacheParams
@@ -65,7 +65,7 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
         violations.append(Violation("n", f"must be within [1, {_MAX_SAMPLES}], got {request.n}"))
     if len(request.prefix_cache.salt.encode()) > MAX_SALT_BYTES:
         violations.append(Violation("prefix_cache.salt", f"must be at most {MAX_SALT_BYTES} bytes"))
-    drafting, faults = speculating(request.speculation, target, settings)
+    speculation, faults = speculation_settings(request.speculation, target, settings)
     violations += faults
     prompt_token_ids, field, fault = tokenize(request, target)
     if fault is not None:
@@ -104,7 +104,7 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
                 or request.stopping.skip_special_tokens
             ),
         ),
-        drafting,
+        speculation,
         logprobs,
         num_samples,
         request.prefix_cache,

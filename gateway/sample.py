@@ -14,8 +14,8 @@ from gateway.draft_stream import DraftFailure, DraftStream
 from gateway.peers import DraftPeer, Target, VerifierPeer
 from gateway.request import Plan
 from gateway.rounds import run_rounds
-from gateway.speculating import Speculating
 from gateway.speculation import Speculation
+from gateway.speculation_settings import SpeculationSettings
 from gateway.statistics import Statistics
 from gateway.verify_stream import VerifyStream
 from gateway.workload import Workload
@@ -112,13 +112,14 @@ class Sample:
         self._verifier.close()
         self._speculation.close()
 
-    def _wanted(self) -> Speculating:
+    def _wanted(self) -> SpeculationSettings:
         """What the request wants, within what draft and target can do."""
-        wanted, draft = self._planned.speculating, self._call.draft
+        wanted, draft = self._planned.speculation, self._call.draft
         if not self._target.info.trees:
             wanted = replace(wanted, draft_topk=1)
         if draft is None or draft.misfit(self._target) is not None:
-            return wanted
+            # Nobody drafts, so that there is nothing to decide.
+            return replace(wanted, adaptive=False)
         most = min(wanted.num_draft_tokens, draft.info.max_num_draft_tokens)
         return replace(wanted, num_draft_tokens=most)
 

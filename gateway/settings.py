@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from specdec.services import DRAFT, GATEWAY, VERIFIER
+from specdec.sessions import MAX_DRAFT_TOPK, MAX_RUN_AHEAD
 from specdec.settings import ServiceSettings
 
 
@@ -42,6 +43,7 @@ class GatewaySettings(ServiceSettings):
     draft_topk: int = Field(
         4,
         ge=1,
+        le=MAX_DRAFT_TOPK,
         description="most drafted tokens that follow one and the same token, of requests that name "
         "no number",
     )
@@ -51,6 +53,7 @@ class GatewaySettings(ServiceSettings):
     run_ahead: int = Field(
         0,
         ge=0,
+        le=MAX_RUN_AHEAD,
         description="for how many verdicts the draft prepares the next proposal, of requests that "
         "name no number",
     )

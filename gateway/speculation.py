@@ -10,7 +10,7 @@ import structlog
 from gateway.controller import Controller, DraftPlan
 from gateway.draft_stream import DraftFailure, DraftStream
 from gateway.free_drafts import FreeDrafts
-from gateway.speculating import Speculating
+from gateway.speculation_settings import SpeculationSettings
 from gateway.statistics import Exchange, Statistics
 from gateway.workload import Observation, Workload
 from specdec.trees import depths, parents_of
@@ -25,7 +25,7 @@ class Speculation:
 
     def __init__(
         self,
-        wanted: Speculating,
+        wanted: SpeculationSettings,
         room: int,
         workload: Workload,
         statistics: Statistics,

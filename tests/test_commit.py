@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from gateway.commit import Output, Stopping
 from gateway.rounds import run_rounds
-from gateway.speculating import Speculating
 from gateway.speculation import Speculation
+from gateway.speculation_settings import SpeculationSettings
 from gateway.statistics import Exchange, Statistics
 from gateway.workload import Workload
 from specdec.v1 import common_pb2, gateway_pb2, verifier_pb2
@@ -350,7 +350,7 @@ async def in_blocks(
     output = Output(TOKENIZER, stopping)
     verifier: Any = Verdicts(blocks)
     statistics = Statistics(common_pb2.ACCEPTANCE_RULE_COUPLED)
-    wanted = Speculating(
+    wanted = SpeculationSettings(
         common_pb2.ACCEPTANCE_RULE_COUPLED,
         num_draft_tokens=0,
         draft_topk=1,

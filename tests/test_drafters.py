@@ -221,6 +221,30 @@ async def test_the_first_with_a_long_enough_match_proposes(
     assert list(draft.token_ids) == ([] if expected is None else [expected])
 
 
+async def test_a_short_match_is_a_branch_of_what_a_model_says() -> None:
+    """The likelier token of both is kept, and the tree has no more tokens than were asked for."""
+    copy = Draft([1, 2], probabilities=[0.4, 0.2], match_length=2)
+    said = Draft([1, 3, 4], parents=[0, 0, 1], probabilities=[0.5, 0.3, 0.1])
+    combined = CombinedSession([Scripted(copy), Scripted(said)], 4, topk=2)
+    draft = await combined.propose((), 3)
+    assert list(draft.token_ids) == [1, 3, 2]
+    assert list(draft.parents) == [0, 0, 1]
+    assert list(draft.probabilities) == [0.5, 0.3, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("copy", "said"),
+    [
+        (Draft([1, 2], match_length=2), Draft([3], probabilities=[0.5])),
+        (Draft([1], probabilities=[0.4], match_length=2), Draft([3])),
+    ],
+)
+async def test_drafts_of_unknown_chances_stay_apart(copy: Draft, said: Draft) -> None:
+    """As those of a drafter of one's own, which need not tell any."""
+    combined = CombinedSession([Scripted(copy), Scripted(said)], 4, topk=4)
+    assert await combined.propose((), 5) == said
+
+
 async def test_those_that_were_not_asked_are_told_later_what_they_missed() -> None:
     sure, unsure = Draft([1], match_length=9), Draft([1], match_length=1)
     first = Scripted(sure, sure, unsure, sure, unsure)

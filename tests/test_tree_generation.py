@@ -261,23 +261,12 @@ async def test_a_draft_that_did_not_heed_its_room_would_be_noticed(
 # Other services.
 
 
-async def test_a_deterministic_verifier_is_sent_chains(
-    target_folder: Path, draft_folder: Path
+@pytest.mark.parametrize("service", ["target", "draft"])
+async def test_where_a_service_is_deterministic_chains_are_sent(
+    target_folder: Path, draft_folder: Path, service: str
 ) -> None:
-    async with pair(
-        target_folder, draft_folder, target_options={"deterministic": True}, **PATIENT
-    ) as stack:
-        for temperature in (0.0, 0.9):
-            options = {"temperature": temperature, "max_new_tokens": 16}
-            for result in await assert_identical(stack, FEW_WAYS, **options):
-                assert_chains(result)
-                assert result.speculation.fallback_rounds == 0
-
-
-async def test_a_deterministic_draft_sends_chains(target_folder: Path, draft_folder: Path) -> None:
-    async with pair(
-        target_folder, draft_folder, draft_options={"deterministic": True}, **PATIENT
-    ) as stack:
+    options: dict[str, Any] = {f"{service}_options": {"deterministic": True}, **PATIENT}
+    async with pair(target_folder, draft_folder, **options) as stack:
         for temperature in (0.0, 0.9):
             options = {"temperature": temperature, "max_new_tokens": 16}
             for result in await assert_identical(stack, FEW_WAYS, **options):

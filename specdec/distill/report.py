@@ -105,6 +105,12 @@ class DraftReport:
         writings = [recipe.writing, *(each.writing for each in training.texts)]
         corpora = any(each.corpus_sha256 for each in writings)
         taught = "prompts of a corpus and of its own" if corpora else "nothing"
+        rollouts = (
+            f"; then {training.rollout_tokens:,} tokens written with its own proposals, weighted "
+            "by rejection"
+            if training.rollout_tokens
+            else ""
+        )
         lines = [
             "---",
             f"license: {recipe.license}",
@@ -129,9 +135,8 @@ class DraftReport:
             f"({', '.join(map(str, self.layers))}); a head over the "
             f"{self.num_outputs:,} commonest tokens; {self.num_parameters / 1e6:.1f} million "
             "trained parameters.",
-            f"- Training: forward KL divergence, {training.epochs} epochs by Muon and AdamW; then "
-            f"{training.rollout_tokens:,} tokens written with its own proposals, weighted by "
-            "rejection. `report.json` has every setting and the loss of every step.",
+            f"- Training: forward KL divergence, {training.epochs} epochs by Muon and AdamW"
+            f"{rollouts}. `report.json` has every setting and the loss of every step.",
             f"- Licence: {recipe.license}.",
             "",
             "## Measured",

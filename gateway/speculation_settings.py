@@ -12,7 +12,7 @@ from specdec.v1 import common_pb2, gateway_pb2
 
 
 @dataclass(frozen=True)
-class Speculating:
+class SpeculationSettings:
     """What a generation asks of its draft."""
 
     acceptance_rule: common_pb2.AcceptanceRule.ValueType
@@ -26,9 +26,9 @@ class Speculating:
     """For how many verdicts the next proposal is prepared."""
 
 
-def speculating(
+def speculation_settings(
     params: gateway_pb2.SpeculationParams, target: Target, settings: GatewaySettings
-) -> tuple[Speculating, list[Violation]]:
+) -> tuple[SpeculationSettings, list[Violation]]:
     """Resolves what a request says of speculation, and tells what is wrong with it."""
     faults: list[Violation] = []
 
@@ -45,7 +45,7 @@ def speculating(
     cap = min(settings.max_num_draft_tokens, target.info.max_num_draft_tokens)
     enabled = params.enabled if params.HasField("enabled") else settings.speculation
     num_draft_tokens = within("num_draft_tokens", settings.num_draft_tokens, 0, cap)
-    found = Speculating(
+    found = SpeculationSettings(
         acceptance_rule=_rule(params, target, settings, faults),
         num_draft_tokens=num_draft_tokens if enabled else 0,
         draft_topk=within("draft_topk", settings.draft_topk, 1, MAX_DRAFT_TOPK),
