@@ -95,8 +95,7 @@ class Scheduler:
             for work in fed:
                 work.compute_seconds += seconds
             goes_on = any(not work.done for work in self._works)
-            rows = sum(count for _, count in chosen)
-            self._paces.passed(seconds, rows, prompt_rows, goes_on=goes_on)
+            self._paces.passed(seconds, num_rows, prompt_rows, goes_on=goes_on)
         return self._dismiss() or bool(chosen)
 
     def fail_all(self, error: Exception) -> None:
