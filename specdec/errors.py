@@ -31,8 +31,12 @@ _TABLE: dict[int, _Row] = {
     common_pb2.ERROR_REASON_MODEL_FAILURE: _Row(grpc.StatusCode.INTERNAL, False),
     common_pb2.ERROR_REASON_DEADLINE_EXCEEDED: _Row(grpc.StatusCode.DEADLINE_EXCEEDED, False),
     common_pb2.ERROR_REASON_INTERNAL: _Row(grpc.StatusCode.INTERNAL, False),
+    common_pb2.ERROR_REASON_RESOURCE_EXHAUSTED: _Row(grpc.StatusCode.RESOURCE_EXHAUSTED, True),
+    common_pb2.ERROR_REASON_DRAINING: _Row(grpc.StatusCode.UNAVAILABLE, True),
+    common_pb2.ERROR_REASON_UNAUTHENTICATED: _Row(grpc.StatusCode.UNAUTHENTICATED, False),
+    common_pb2.ERROR_REASON_PERMISSION_DENIED: _Row(grpc.StatusCode.PERMISSION_DENIED, False),
 }
-_RETRY_DELAY_SECONDS = 1
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,20 @@ class SpecdecError(Exception):
         reason: common_pb2.ErrorReason.ValueType,
         message: str,
         violations: Sequence[Violation] = (),
+        *,
+        retry_after: float = _RETRY_SECONDS,
     ) -> None:
+        """
+        Args:
+            reason: of the table.
+            message: one line that says what to do.
+            violations: the fields that are at fault, if the request is.
+            retry_after: seconds after which to try again, where the reason is worth it.
+        """
         super().__init__(message)
         self.reason = reason
         self.violations = tuple(violations)
+        self.retry_after = retry_after
 
     @classmethod
     def invalid(cls, violations: Sequence[Violation]) -> SpecdecError:
@@ -81,7 +95,8 @@ class SpecdecError(Exception):
                 )
             details.append(bad_request)
         if _TABLE[self.reason].retryable:
-            delay = duration_pb2.Duration(seconds=_RETRY_DELAY_SECONDS)
+            delay = duration_pb2.Duration()
+            delay.FromNanoseconds(int(self.retry_after * 1e9))
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))
         status = status_pb2.Status(code=self.code.value[0], message=str(self))
         for detail in details:

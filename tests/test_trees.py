@@ -281,7 +281,7 @@ def test_equal_probabilities_do_not_part_a_token_from_its_ancestors() -> None:
     while frontier := growth.frontier():
         for node in frontier:
             tree.add(node, [1, 2], [1.0, 1.0])
-    assert_well_formed(growth.draft(), 3, 2)
+    assert_well_formed(draft_of(tree.root, growth.nodes), 3, 2)
     assert len(growth.nodes) == 3
 
 
@@ -290,7 +290,7 @@ def test_nothing_follows_where_nothing_is_allowed() -> None:
     growth = Growth(tree.root, 3, 2, FREE)
     tree.add(*(growth.frontier()[0], [], []))
     assert growth.frontier() == []
-    assert growth.draft() == Draft([], parents=[], probabilities=[])
+    assert draft_of(tree.root, growth.nodes) == Draft([], parents=[], probabilities=[])
 
 
 @pytest.mark.parametrize("topk", [1, 3])

@@ -87,6 +87,16 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The client's deadline passed before the work was done."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 8
     """Something that should not happen did. The id of the session is in the gateway's log."""
+    ERROR_REASON_RESOURCE_EXHAUSTED: _ErrorReason.ValueType  # 9
+    """The service, or the caller's share of it, is full. Retry after the RetryInfo delay."""
+    ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 10
+    """The service is shutting down and takes no new sessions. Retry after the RetryInfo delay: another
+    replica, or the one that replaces it, will answer.
+    """
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 11
+    """The call carries no key, or one that is not known. Not retryable as it stands."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 12
+    """Who calls is known, and may not call this. Not retryable."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The name without its prefix is the reason of the google.rpc.ErrorInfo detail
@@ -111,6 +121,16 @@ ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 7
 """The client's deadline passed before the work was done."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 8
 """Something that should not happen did. The id of the session is in the gateway's log."""
+ERROR_REASON_RESOURCE_EXHAUSTED: ErrorReason.ValueType  # 9
+"""The service, or the caller's share of it, is full. Retry after the RetryInfo delay."""
+ERROR_REASON_DRAINING: ErrorReason.ValueType  # 10
+"""The service is shutting down and takes no new sessions. Retry after the RetryInfo delay: another
+replica, or the one that replaces it, will answer.
+"""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 11
+"""The call carries no key, or one that is not known. Not retryable as it stands."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 12
+"""Who calls is known, and may not call this. Not retryable."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _LogprobsMode:
