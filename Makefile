@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-fast lint format protos
+.PHONY: help install demo test test-fast chaos audit lint format protos
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +32,14 @@ test: lint $(NODE_INSTALLED) ## Lint, then run every test
 
 test-fast: install $(NODE_INSTALLED) ## Run the tests that are not slow
 	$(PYTEST) -m "not slow"
+
+chaos: install ## Run the tests of faults in their long form (half an hour)
+	SPECDEC_CHAOS_LONG=1 OMP_NUM_THREADS=1 $(BIN)/pytest -s tests/faults tests/test_chaos.py
+
+audit: ## Look the dependencies up in the databases of known vulnerabilities
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/pip install -qq "pip-audit>=2.9,<3"
+	.venv-audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip
 
 lint: install $(PROTOS_INSTALLED) ## Check style, types, import rules, protos and generated code
 	$(BIN)/ruff check .

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 from specdec.bench import prompts, report
 from specdec.bench.load import Call, send
+from specdec.channels import open_channel
 from specdec.cli import foreground, pair
-from specdec.cli.client import open_channel
 from specdec.cli.supervisor import ServiceDied, running
 from specdec.errors import describe
 from specdec.models.cache import default_target_path, is_pulled

@@ -13,8 +13,8 @@ import grpc
 
 from benchmarks.impaired_link import Conditions, ImpairedLink
 from specdec import services
+from specdec.channels import open_channel
 from specdec.cli import pair
-from specdec.cli.client import open_channel
 from specdec.cli.supervisor import Child, running
 
 LINKS = ("both", "draft", "verifier")

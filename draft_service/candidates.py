@@ -6,6 +6,7 @@ draft's second or third choice, is estimated from how far apart they are.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,12 +43,12 @@ def sharpness(temperature: float) -> float:
 
 def candidates(
     scores: torch.Tensor, count: int, sharp: torch.Tensor, keys: torch.Tensor | None
-) -> list[Candidates]:
-    """The likeliest tokens after each of R contexts.
+) -> list[Candidates | None]:
+    """The likeliest tokens after each of R contexts; None where the scores are no numbers.
 
     Args:
-        scores: [R, V], processed: log-probabilities up to a constant in each row, −inf or NaN for
-            what is not allowed.
+        scores: [R, V], processed: log-probabilities up to a constant in each row, −inf for what
+            is not allowed.
         count: how many tokens of each row.
         sharp: [R, 1], of `sharpness`.
         keys: int64 [R], of the noise that draft and target share; None for greedy decoding.
@@ -60,10 +61,11 @@ def candidates(
     found = values.topk(min(count, values.shape[-1]), dim=-1)
     token_ids = likely.indices.gather(-1, found.indices)
     total = (values * sharp).logsumexp(dim=-1, keepdim=True)
+    total = total.masked_fill(total.isneginf(), 0.0)  # nothing is allowed
     probabilities = (found.values * sharp - total).exp()
-    result = []
+    result: list[Candidates | None] = []
     for ids, chances in zip(token_ids.tolist(), probabilities.tolist(), strict=True):
-        # Comparing with 0 leaves NaN out as well.
         allowed = sum(chance > 0.0 for chance in chances)
-        result.append(Candidates(ids[:allowed], chances[:allowed]))
+        broken = math.isnan(chances[0])
+        result.append(None if broken else Candidates(ids[:allowed], chances[:allowed]))
     return result

@@ -30,6 +30,10 @@ class Combination(Drafter):
         # A drafter that is for any tokenizer does with the limits of one that is not.
         return self.drafters[-1].info
 
+    @property
+    def fault(self) -> str | None:
+        return next(filter(None, (drafter.fault for drafter in self.drafters)), None)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Mapping[str, Any]]:
         facts: dict[str, Any] = {}

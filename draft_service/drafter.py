@@ -119,6 +119,11 @@ class Drafter(ABC):
             certain_drafts=True,
         )
 
+    @property
+    def fault(self) -> str | None:
+        """Why it cannot draft any more, so that the process is of no use, or None if it can."""
+        return None
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Mapping[str, Any]]:
         """Loads what it needs, and has it while the block runs.

@@ -10,7 +10,7 @@ from draft_service.drafter import Draft
 from specdec.lm.processing import Rows, draw, is_greedy, join, process
 from specdec.lm.randomness import Stream, gumbel, key, seed_tensor, uniform
 from specdec.lm.runtime import Session
-from specdec.lm.work import Work, failing
+from specdec.lm.work import NotNumbers, Work, failing
 from specdec.v1 import common_pb2
 
 
@@ -72,14 +72,19 @@ class Proposing(Work):
                 rows = work._history.rows(drafted, first=len(drafted))
                 processed.append((work, work.collect(), rows))
         if plain:
-            tokens = torch.cat([work.collect() for work in plain]).float().argmax(dim=-1)
-            for work, token_id in zip(plain, tokens.tolist(), strict=True):
-                work._append(token_id)
+            best, tokens = torch.cat([work.collect() for work in plain]).float().max(dim=-1)
+            found = torch.stack([tokens, best.isfinite().long()]).T.tolist()
+            for work, (token_id, numbers) in zip(plain, found, strict=True):
+                with failing(work):
+                    _require_numbers(bool(numbers))
+                    work._append(token_id)
         if processed:
             rows = join([rows for _, _, rows in processed])
             together = process(torch.cat([logits for _, logits, _ in processed]), rows)
-            for (work, _, _), scores in zip(processed, together, strict=True):
+            numbers = (~together[:, 0].isnan()).tolist()
+            for (work, _, _), scores, are_numbers in zip(processed, together, numbers, strict=True):
                 with failing(work):
+                    _require_numbers(are_numbers)
                     if bool(scores.amax() > -torch.inf):
                         work._append(work._sample(scores))
                     else:
@@ -106,6 +111,11 @@ class Proposing(Work):
         token_id, q = sample_sparse(scores, self._top_n, u)
         self._distributions.append(q)
         return token_id
+
+
+def _require_numbers(finite: bool) -> None:
+    if not finite:
+        raise NotNumbers("the draft's logits are not finite numbers")
 
 
 def sample_sparse(

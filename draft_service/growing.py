@@ -12,7 +12,7 @@ from draft_service.tree import Growth, Node, Tree, guesses
 from specdec.lm.processing import is_greedy, join, process
 from specdec.lm.randomness import Stream, key, seed_tensor
 from specdec.lm.runtime import Session
-from specdec.lm.work import Work, failing
+from specdec.lm.work import NotNumbers, Work, failing
 
 _ROWS_AHEAD = 32
 """Tokens that are looked behind in one step for verdicts that may never be given."""
@@ -106,8 +106,11 @@ class Growing(Work):
                 work._learn(mine)
                 work.go_on()
 
-    def _learn(self, found: Sequence[Candidates]) -> None:
-        for node, (token_ids, probabilities) in zip(self._looked, found, strict=True):
+    def _learn(self, found: Sequence[Candidates | None]) -> None:
+        for node, each in zip(self._looked, found, strict=True):
+            if each is None:
+                raise NotNumbers("the draft's logits are not finite numbers")
+            token_ids, probabilities = each
             self.tree.add(node, token_ids[: self._width], probabilities[: self._width])
 
     @property

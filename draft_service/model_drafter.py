@@ -43,6 +43,10 @@ class ModelDrafter(Drafter):
     def info(self) -> common_pb2.ModelInfo:
         return self._loaded.info
 
+    @property
+    def fault(self) -> str | None:
+        return None if self.runtime is None else self.runtime.fault
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Mapping[str, Any]]:
         if world_size() > 1:
@@ -54,6 +58,7 @@ class ModelDrafter(Drafter):
         try:
             _log.info("loading", model=start.model_id)
             self.runtime = await start.runtime(await start.load())
+            start.thread.watch(self.settings.stall_seconds)
             yield start.facts
         except ModelLoadError as error:
             raise StartError(str(error)) from error

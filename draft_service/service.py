@@ -11,37 +11,42 @@ import grpc
 from draft_service.drafter import Drafter
 from draft_service.rounds import Rounds
 from specdec.errors import SpecdecError
-from specdec.streams import require, session_stream
+from specdec.open_sessions import OpenSessions
+from specdec.streams import require, require_parsed, session_stream
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from specdec.v1.draft_pb2 import DraftResponse
+from specdec.wire import Malformed, parsed
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Serves drafts once `drafter` is set; until then every call is UNAVAILABLE."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_sessions: int) -> None:
+        """`max_sessions`: how many may be open at once."""
         self.drafter: Drafter | None = None
         """To be set when it runs."""
+        self.sessions = OpenSessions(max_sessions)
 
     async def GetModelInfo(
         self,
-        request: draft_pb2.DraftServiceGetModelInfoRequest,
+        request: draft_pb2.DraftServiceGetModelInfoRequest | Malformed,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
+        await require_parsed(request, context)
         info = common_pb2.ModelInfo()
-        drafter = await require(self.drafter, context)
+        drafter = await require(self.drafter, self.sessions, context)
         info.CopyFrom(drafter.info)
         info.drafters = ", ".join(drafter.settings.drafters)
         return draft_pb2.DraftServiceGetModelInfoResponse(model_info=info)
 
     async def Draft(
         self,
-        request_iterator: AsyncIterator[draft_pb2.DraftRequest],
+        request_iterator: AsyncIterator[draft_pb2.DraftRequest | Malformed],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[DraftResponse]:
-        drafter = await require(self.drafter, context)
+        drafter = await require(self.drafter, self.sessions, context)
         async with (
-            session_stream(request_iterator, context, drafter.info) as contract,
+            session_stream(request_iterator, context, drafter.info, self.sessions) as contract,
             drafter.session(contract.opening) as session,
         ):
             contract.opened()
@@ -63,7 +68,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _Reader:
     """Reads a stream one message ahead, so that its coming is noticed while something is done."""
 
-    def __init__(self, requests: AsyncIterator[draft_pb2.DraftRequest]) -> None:
+    def __init__(self, requests: AsyncIterator[draft_pb2.DraftRequest | Malformed]) -> None:
         self._requests = requests
         self.next: asyncio.Task[draft_pb2.DraftRequest | None]
         """The message that comes next; None at the end."""
@@ -84,7 +89,7 @@ class _Reader:
         return request
 
     async def _read(self) -> draft_pb2.DraftRequest | None:
-        return await anext(self._requests, None)
+        return parsed(await anext(self._requests, None))
 
 
 def _advance_of(request: draft_pb2.DraftRequest) -> draft_pb2.Advance:

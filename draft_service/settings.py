@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
-from pydantic_settings import CliToggleFlag, NoDecode, SettingsConfigDict
+from pydantic import Field
+from pydantic_settings import CliToggleFlag, SettingsConfigDict
 
 from specdec.lm.settings import ModelServiceSettings
 from specdec.services import DRAFT
+from specdec.settings import Names
 
 DEFAULT_DRAFT = Path(__file__).parent / "default_draft"
 """The draft for the default target: see the model card in it."""
-
-
-def _split(names: object) -> object:
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
 
 class DraftSettings(ModelServiceSettings):
@@ -43,7 +40,7 @@ class DraftSettings(ModelServiceSettings):
         description="hub id, folder or GGUF file of the target, for a draft model that has another "
         "tokenizer: what it drafts is translated by way of the text",
     )
-    drafters: Annotated[list[str], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
+    drafters: Annotated[Names, Field(min_length=1)] = Field(
         ["lookup", "model"],
         description="what drafts, the preferred first: model is a language model, lookup and "
         "suffix copy from prompt and output",

@@ -22,15 +22,40 @@ _MOST_WAITING = 64
 class DraftFailure(Exception):
     """The draft cannot serve this session any more. The message says why."""
 
-    def __init__(self, message: str, *, lost: bool = False) -> None:
-        """`lost`: whether the service itself may be gone or another, not only this session."""
+    def __init__(self, message: str, *, lost: bool = False, innocent: bool = False) -> None:
+        """
+        Args:
+            message: for people.
+            lost: whether the service itself may be gone or another, not only this session.
+            innocent: whether it is no fault of the service.
+        """
         super().__init__(message)
-        self.lost = lost
+        self.lost, self.innocent = lost, innocent
 
 
 def _failure(error: grpc.aio.AioRpcError) -> DraftFailure:
-    lost = error.code() == grpc.StatusCode.UNAVAILABLE or reason_of(error) == "TOKENIZER_MISMATCH"
-    return DraftFailure(describe(error), lost=lost)
+    reason, code = reason_of(error), error.code()
+    return DraftFailure(
+        describe(error),
+        lost=code == grpc.StatusCode.UNAVAILABLE or reason == "TOKENIZER_MISMATCH",
+        innocent=reason in ("INVALID_REQUEST", "CONTRACT_VIOLATION")
+        or code == grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
+
+
+class DraftLate(Exception):
+    """The round is not to wait any longer for its proposal."""
+
+
+class Patience(NamedTuple):
+    """How long a draft is waited for, in seconds."""
+
+    first: float
+    """By the first round, for which the draft reads the prompt."""
+    round: float
+    """By any other. A round that has waited goes on without a proposal."""
+    session: float
+    """By all rounds together, until the draft is given up."""
 
 
 class _Arrival(NamedTuple):
@@ -51,7 +76,7 @@ class DraftStream:
         opening: common_pb2.Open,
         *,
         effective_vocab_size: int,
-        patience: float,
+        patience: Patience,
         deadline: float | None,
         request_id: str,
     ) -> None:
@@ -60,7 +85,7 @@ class DraftStream:
             stub: of the draft service.
             opening: the session.
             effective_vocab_size: that of the target, which drafted ids must be within.
-            patience: seconds to wait for a proposal before the draft is given up.
+            patience: with the draft.
             deadline: seconds that the client's call still has, or None.
             request_id: for the draft service's log.
         """
@@ -69,11 +94,17 @@ class DraftStream:
         """How many tokens of the context the draft service had cached already."""
         self.was_ahead: bool | None = None
         """Whether the last proposal had been prepared before its round began. None if none was."""
+        self.is_late = False
+        """Whether a round has waited in vain for a proposal that is still to come. Until it has no
+        other is asked for."""
         self._call = stub.Draft(timeout=deadline, metadata=(("x-request-id", request_id),))
         self._effective_vocab_size = effective_vocab_size
         self._patience = patience
         self._rounds = DraftRounds(opening, effective_vocab_size)
         self._stopwatch = Stopwatch()
+        self._wait = patience.first
+        self._asked_at: float | None = None
+        """When the proposal was asked for that is still to come. None if there is none."""
         self._arrivals: asyncio.Queue[_Arrival | DraftFailure] = asyncio.Queue(_MOST_WAITING)
         self._ahead: list[_Arrival] = []
         """Proposals of rounds that have not begun."""
@@ -91,13 +122,17 @@ class DraftStream:
         """Waits for the proposal of the current round, of at most `limit` tokens.
 
         Raises:
-            DraftFailure: none came in time, the stream broke, or the proposal is not to be used.
+            DraftLate: the round has waited for long enough.
+            DraftFailure: the session has, the stream broke, or the proposal is not to be used.
         """
+        wait = self._wait if self._rounds.is_asked else 0.0
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(wait):
                 proposal, at_ns = await self._current_proposal()
         except TimeoutError:
-            raise DraftFailure(f"no proposal within {self._patience:g} s", lost=True) from None
+            self.is_late = self._asked_at is not None
+            self._require_patience()
+            raise DraftLate from None
         if proposal.presumed_token_ids:
             # When it was prepared nobody knew how many would be asked for.
             proposal = first_tokens(proposal, limit)
@@ -128,8 +163,14 @@ class DraftStream:
 
     async def _write(self, request: draft_pb2.DraftRequest) -> None:
         self._stopwatch.start()
+        self._asked_at = time.monotonic()
         try:
-            await self._call.write(request)
+            # One that does not read fills the connection up, and then writing waits.
+            async with asyncio.timeout(self._patience.session):
+                await self._call.write(request)
+        except TimeoutError:
+            seconds = self._patience.session
+            raise DraftFailure(f"it reads nothing for {seconds:g} s", lost=True) from None
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
         except asyncio.InvalidStateError as error:
@@ -139,6 +180,9 @@ class DraftStream:
         """Takes responses off the wire as they come, so that the time of each is known."""
         try:
             while isinstance(response := await self._call.read(), draft_pb2.DraftResponse):
+                if self._rounds.answers(response.proposal):
+                    self._asked_at, self._wait = None, self._patience.round
+                    self.is_late = False
                 await self._arrivals.put(_Arrival(response, time.monotonic_ns()))
             await self._arrivals.put(DraftFailure("the stream has ended", lost=True))
         except grpc.aio.AioRpcError as error:
@@ -167,8 +211,15 @@ class DraftStream:
                 case Timeliness.CURRENT:
                     self._ahead += waiting
                     if proposal.presumed_token_ids:
-                        self.was_ahead = True
+                        # Pushed before it was asked for: no other answer comes.
+                        self.was_ahead, self._asked_at = True, None
                     return proposal, arrival.at_ns
+
+    def _require_patience(self) -> None:
+        """Raises DraftFailure if the proposal that is to come has been waited for long enough."""
+        asked_at, patience = self._asked_at, self._patience.session
+        if asked_at is not None and time.monotonic() - asked_at >= patience:
+            raise DraftFailure(f"no proposal within {patience:g} s", lost=True)
 
     def _take(self, opened: common_pb2.Opened) -> None:
         fault = opened_fault(opened, self._rounds.opening)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from gateway.chat_template import TemplateError
-from gateway.peers import Target
+from gateway.target import Target
 from specdec.proposals import token_ids_fault
 from specdec.v1 import gateway_pb2
 
+_MAX_MESSAGES = 4096
+
 
 def tokenize(
-    request: gateway_pb2.GenerateRequest, target: Target
+    request: gateway_pb2.GenerateRequest, target: Target, max_bytes: int
 ) -> tuple[list[int], str, str | None]:
-    """The prompt's token ids, the field they come from, and what is wrong with it."""
+    """The prompt's token ids, the field they come from, and what is wrong with it.
+
+    Args:
+        request: with the prompt.
+        target: whose tokens they are.
+        max_bytes: of text. More is refused before it is tokenized, which would take long.
+    """
     kind = request.WhichOneof("input")
     limit = target.info.max_context_length - 1
     if kind is None:
@@ -22,11 +30,22 @@ def tokenize(
         if fault is not None:
             return ids, field, fault
     elif kind == "text":
-        field, ids = "text", target.tokenizer.encode(request.text).ids if request.text else []
+        field = "text"
+        fault = _size_fault(len(request.text.encode()), max_bytes)
+        if fault is not None:
+            return [], field, fault
+        ids = target.tokenizer.encode(request.text).ids if request.text else []
     else:
         field = "chat.messages"
         if not request.chat.messages:
             return [], field, "must hold at least one message"
+        if len(request.chat.messages) > _MAX_MESSAGES:
+            count = len(request.chat.messages)
+            return [], field, f"must be at most {_MAX_MESSAGES} messages, got {count}"
+        size = sum(len(f"{m.role}{m.content}".encode()) for m in request.chat.messages)
+        fault = _size_fault(size, max_bytes)
+        if fault is not None:
+            return [], field, fault
         try:
             text = target.chat_template.render(
                 [{"role": m.role, "content": m.content} for m in request.chat.messages]
@@ -39,3 +58,7 @@ def tokenize(
     if len(ids) > limit:
         return ids, field, f"must be at most {limit} tokens, got {len(ids)}"
     return ids, field, None
+
+
+def _size_fault(size: int, max_bytes: int) -> str | None:
+    return f"must be at most {max_bytes} bytes, got {size}" if size > max_bytes else None

@@ -11,21 +11,20 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.commit import Stopping
 from gateway.grammar_check import grammar_fault
-from gateway.peers import Target
 from gateway.prompt import tokenize
 from gateway.settings import GatewaySettings
 from gateway.speculation_settings import SpeculationSettings, speculation_settings
+from gateway.target import Target
 from specdec.errors import SpecdecError, Violation
 from specdec.proposals import token_ids_fault
-from specdec.sessions import MAX_SALT_BYTES, sampling_violations
+from specdec.sessions import MAX_SALT_BYTES, MAX_TOP_LOGPROBS, sampling_violations
 from specdec.v1 import common_pb2, gateway_pb2
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_BYTES = 256
 _MAX_STOP_TOKEN_IDS = 64
-_MAX_TOP_LOGPROBS = 20
 _MAX_PROMPT_LOGPROBS = 1_000_000
-_MAX_SAMPLES = 16
+MAX_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,13 @@ def plan(request: gateway_pb2.GenerateRequest, target: Target, settings: Gateway
     violations += _stopping_violations(request.stopping, wanted, target)
     violations += _logprobs_violations(request.logprobs)
     num_samples = request.n if request.HasField("n") else 1
-    if not 1 <= num_samples <= _MAX_SAMPLES:
-        violations.append(Violation("n", f"must be within [1, {_MAX_SAMPLES}], got {request.n}"))
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        violations.append(Violation("n", f"must be within [1, {MAX_SAMPLES}], got {request.n}"))
     if len(request.prefix_cache.salt.encode()) > MAX_SALT_BYTES:
         violations.append(Violation("prefix_cache.salt", f"must be at most {MAX_SALT_BYTES} bytes"))
     speculation, faults = speculation_settings(request.speculation, target, settings)
     violations += faults
-    prompt_token_ids, field, fault = tokenize(request, target)
+    prompt_token_ids, field, fault = tokenize(request, target, settings.max_prompt_bytes)
     if fault is not None:
         violations.append(Violation(field, fault))
     entries = len(prompt_token_ids) * (request.logprobs.num_top + 1)
@@ -192,9 +191,9 @@ def _mask_violations(
 
 
 def _logprobs_violations(params: gateway_pb2.LogprobsParams) -> Iterator[Violation]:
-    if params.num_top > _MAX_TOP_LOGPROBS:
+    if params.num_top > MAX_TOP_LOGPROBS:
         yield Violation(
-            "logprobs.num_top", f"must be within [0, {_MAX_TOP_LOGPROBS}], got {params.num_top}"
+            "logprobs.num_top", f"must be within [0, {MAX_TOP_LOGPROBS}], got {params.num_top}"
         )
     if params.mode not in common_pb2.LogprobsMode.values():
         yield Violation("logprobs.mode", f"must be RAW or PROCESSED, got {params.mode}")

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 from gateway.commit import Output
 from gateway.speculation import Speculation
 from gateway.statistics import Statistics
-from gateway.verify_stream import VerifyStream
+from gateway.verifier_session import VerifierSession
 from specdec.trees import parents_of, walk
 from specdec.v1 import draft_pb2, gateway_pb2, verifier_pb2
 
 
 async def run_rounds(
-    verifier: VerifyStream, speculation: Speculation, output: Output, statistics: Statistics
+    verifier: VerifierSession, speculation: Speculation, output: Output, statistics: Statistics
 ) -> AsyncGenerator[gateway_pb2.Chunk]:
     """Generates until the output is finished. Yields what each round commits.
 

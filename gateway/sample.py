@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -10,20 +11,25 @@ from dataclasses import dataclass, replace
 import structlog
 
 from gateway.commit import Output
-from gateway.draft_stream import DraftFailure, DraftStream
-from gateway.peers import DraftPeer, Target, VerifierPeer
+from gateway.draft_source import DraftSource
+from gateway.draft_stream import Patience
+from gateway.peers import DraftPeer, VerifierPeer
+from gateway.replicas import Replicas
 from gateway.request import Plan
 from gateway.rounds import run_rounds
 from gateway.speculation import Speculation
 from gateway.speculation_settings import SpeculationSettings
 from gateway.statistics import Statistics
-from gateway.verify_stream import VerifyStream
+from gateway.target import Target
+from gateway.verifier_session import VerifierSession
 from gateway.workload import Workload
 from specdec.proposals import needs_distributions
 from specdec.v1 import common_pb2, gateway_pb2
 
 _log = structlog.get_logger()
 _PIECE_TOKENS = 1024
+_KEY_TOKENS = 64
+"""Prompts with these in common go to the same replica."""
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -43,12 +49,13 @@ class Call:
 
     session_id: str
     request_id: str
-    deadline: float | None
-    """Seconds that the client's call still has."""
-    verifier: VerifierPeer
-    draft: DraftPeer | None
-    draft_patience: float
-    """Seconds to wait for a proposal."""
+    deadline_at: float | None
+    """When the client's call ends, by time.monotonic."""
+    verifiers: Replicas[VerifierPeer]
+    failover_patience: float
+    """Seconds to look for a verifier when one has failed."""
+    drafts: Replicas[DraftPeer]
+    draft_patience: Patience
     workload: Workload
     """What is known of the services and of the drafts of all sessions."""
 
@@ -73,11 +80,14 @@ class Sample:
             confident=confident,
         )
         self._opening = self._open_message()
-        self._verifier = VerifyStream(
-            call.verifier.stub,
+        self._key = _cache_key(self._opening)
+        self._verifier = VerifierSession(
+            call.verifiers,
+            target,
             self._opening,
-            effective_vocab_size=target.info.effective_vocab_size,
-            deadline=call.deadline,
+            key=self._key,
+            patience=call.failover_patience,
+            deadline_at=call.deadline_at,
             request_id=call.request_id,
         )
 
@@ -87,9 +97,9 @@ class Sample:
         Raises:
             SpecdecError: the verifier failed.
         """
-        await self._verifier.open()
+        await self._verifier.begin()
         await self._open_draft()
-        self._statistics.add_verify_time(await self._verifier.opened())
+        self._statistics.add_verify_time(await self._verifier.open())
 
     async def run(self) -> AsyncGenerator[gateway_pb2.GenerateResponse]:
         """Generates: chunks, then the completion.
@@ -113,15 +123,9 @@ class Sample:
         self._speculation.close()
 
     def _wanted(self) -> SpeculationSettings:
-        """What the request wants, within what draft and target can do."""
-        wanted, draft = self._planned.speculation, self._call.draft
-        if not self._target.info.trees:
-            wanted = replace(wanted, draft_topk=1)
-        if draft is None or draft.misfit(self._target) is not None:
-            # Nobody drafts, so that there is nothing to decide.
-            return replace(wanted, adaptive=False)
-        most = min(wanted.num_draft_tokens, draft.info.max_num_draft_tokens)
-        return replace(wanted, num_draft_tokens=most)
+        """What the request wants, within what the target can do."""
+        wanted = self._planned.speculation
+        return wanted if self._target.info.trees else replace(wanted, draft_topk=1)
 
     def _open_message(self) -> common_pb2.Open:
         planned, wanted = self._planned, self._speculation.wanted
@@ -135,7 +139,6 @@ class Sample:
             # The last token of a generation is never drafted.
             num_draft_tokens=min(wanted.num_draft_tokens, planned.stopping.max_new_tokens - 1),
             draft_topk=wanted.draft_topk,
-            draft_costs=self._speculation.costs,
             run_ahead=wanted.run_ahead,
             logprobs=planned.logprobs,
             tokenizer_sha256=self._target.info.tokenizer_sha256,
@@ -148,33 +151,20 @@ class Sample:
         return opening
 
     async def _open_draft(self) -> None:
-        """Opens the session at the draft, if speculation is on and there is a fitting draft."""
-        peer, speculation = self._call.draft, self._speculation
-        if self._opening.num_draft_tokens == 0:
-            return
-        if peer is None:
-            speculation.unavailable = "this gateway has no draft"
-            return
-        misfit = peer.misfit(self._target)
-        if misfit is not None:
-            speculation.unavailable = misfit
-            return
+        """Opens the session at a draft, if speculation is on and there is a fitting draft."""
         opening = common_pb2.Open()
         opening.CopyFrom(self._opening)
         opening.ClearField("logprobs")
-        speculation.draft = DraftStream(
-            peer.stub,
+        source = DraftSource(
+            self._call.drafts,
+            self._target,
             opening,
-            effective_vocab_size=self._target.info.effective_vocab_size,
+            key=self._key,
             patience=self._call.draft_patience,
-            deadline=self._call.deadline,
+            deadline_at=self._call.deadline_at,
             request_id=self._call.request_id,
         )
-        speculation.on_lost = peer.lost
-        try:
-            await speculation.draft.open()
-        except DraftFailure as failure:
-            speculation.give_up(failure)
+        await self._speculation.open(source, self._planned.stopping.max_new_tokens)
 
     def _completion(self) -> gateway_pb2.Completion:
         output, speculation = self._output, self._speculation
@@ -189,6 +179,7 @@ class Sample:
             speculation=self._statistics.to_message(speculation.stale_proposals),
         )
         completion.speculation.draft_cached_tokens = speculation.cached_tokens
+        completion.speculation.verifier_resumptions = self._verifier.resumptions
         if isinstance(output.matched, str):
             completion.matched_string = output.matched
         elif output.matched is not None:
@@ -203,9 +194,17 @@ class Sample:
             num_draft_tokens=completion.speculation.num_draft_tokens,
             num_accepted_tokens=completion.speculation.num_accepted_tokens,
             fallback_rounds=completion.speculation.fallback_rounds,
+            verifier_resumptions=completion.speculation.verifier_resumptions,
+            draft_resumptions=completion.speculation.draft_resumptions,
         )
         _log.debug("speculation", sample=self._index, **speculation.beliefs)
         return completion
+
+
+def _cache_key(opening: common_pb2.Open) -> bytes:
+    """Of what the session may find in a replica's cache: the beginning of its prompt."""
+    beginning = array("I", opening.prompt_token_ids[:_KEY_TOKENS]).tobytes()
+    return opening.prefix_cache.salt.encode() + b"\0" + beginning
 
 
 def _pieces(

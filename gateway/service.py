@@ -2,46 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 import structlog
 
+from gateway.draft_stream import Patience
+from gateway.keys import Keys
 from gateway.merge import merge
-from gateway.peers import DraftPeer, PeerState, VerifierPeer
-from gateway.request import plan
+from gateway.peers import DraftPeer, VerifierPeer
+from gateway.reception import Reception
+from gateway.replicas import Replicas
 from gateway.sample import Call, Sample
 from gateway.settings import GatewaySettings
-from gateway.wire import Malformed, parse_generate_request
+from gateway.target import Target
 from gateway.workload import Workload
+from specdec import wire
 from specdec.errors import SpecdecError, abort
 from specdec.logs import request_id_of
-from specdec.services import GATEWAY
+from specdec.open_sessions import OpenSessions
 from specdec.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from specdec.wire import Malformed
 
 _log = structlog.get_logger()
-_GRAMMAR_CHECKS = 2
-"""How many grammars are checked at a time."""
 
 
 class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
-    """Generates text with the help of its two peers."""
+    """Generates text with the help of verifiers and drafts."""
 
     def __init__(
-        self, settings: GatewaySettings, verifier: VerifierPeer, draft: DraftPeer | None
+        self,
+        settings: GatewaySettings,
+        verifiers: Replicas[VerifierPeer],
+        drafts: Replicas[DraftPeer],
+        keys: Keys | None = None,
     ) -> None:
+        """`keys`: of those who may call. None lets everybody."""
         self._settings = settings
-        self._verifier = verifier
-        self._draft = draft
-        self._grammar_checks = ThreadPoolExecutor(_GRAMMAR_CHECKS, "grammar")
+        self._verifiers = verifiers
+        self._drafts = drafts
+        self._target: Target | None = None
+        """That was ready last."""
+        self.reception = Reception(settings, keys)
         self._workload = Workload()
         self.num_sessions = 0
+        self._calls = OpenSessions(sys.maxsize)
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Takes no more calls, and ends those that are still open after so many seconds.
+
+        Those that wait in the queue are sent away at once.
+        """
+        self.reception.admission.drain()
+        await self._calls.drain(grace_seconds)
 
     async def Generate(
         self,
@@ -55,13 +73,14 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
         begun = time.monotonic()
         try:
             call = self._call(session_id, request_id, context.time_remaining())
-            async with aclosing(self._generate(request, call)) as responses:
+            async with (
+                self._calls.entered(),
+                aclosing(self._generate(request, context, call)) as responses,
+            ):
                 async for response in responses:
                     yield response
             _log.info("generation finished", seconds=round(time.monotonic() - begun, 3))
         except SpecdecError as error:
-            if error.reason == common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE:
-                self._verifier.lost()
             _log.warning("generation failed", code=error.code.name, error=str(error))
             await abort(context, error)
         except grpc.aio.AbortError:
@@ -74,51 +93,58 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServiceServicer):
             self.num_sessions -= 1
 
     def _call(self, session_id: str, request_id: str, deadline: float | None) -> Call:
+        settings = self._settings
         return Call(
-            session_id,
-            request_id,
-            deadline,
-            self._verifier,
-            self._draft,
-            self._settings.draft_patience_seconds,
-            self._workload,
+            session_id=session_id,
+            request_id=request_id,
+            deadline_at=None if deadline is None else time.monotonic() + deadline,
+            verifiers=self._verifiers,
+            failover_patience=settings.failover_seconds,
+            drafts=self._drafts,
+            draft_patience=Patience(
+                first=settings.draft_patience_seconds,
+                round=min(settings.draft_wait_seconds, settings.draft_patience_seconds),
+                session=settings.draft_patience_seconds,
+            ),
+            workload=self._workload,
         )
 
     async def _generate(
-        self, request: gateway_pb2.GenerateRequest | Malformed, call: Call
+        self,
+        request: gateway_pb2.GenerateRequest | Malformed,
+        context: grpc.aio.ServicerContext[Any, Any],
+        call: Call,
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse]:
-        if isinstance(request, Malformed):
-            raise SpecdecError.invalid(request.violations)
-        target = self._verifier.target
-        if target is None or self._verifier.state is not PeerState.READY:
+        async with self.reception.admitted(request, context, self._present_target) as admitted:
+            planned, target, throttle = admitted
+            samples = [Sample(i, planned, target, call) for i in range(planned.num_samples)]
+            try:
+                # One after the other: the later ones find the prompt in the cache of the first.
+                for sample in samples:
+                    await sample.open()
+                async with aclosing(merge([sample.run() for sample in samples])) as responses:
+                    async for response in responses:
+                        throttle.take_generated(len(response.chunk.token_ids))
+                        yield response
+            finally:
+                for sample in samples:
+                    sample.close()
+
+    def _present_target(self) -> Target:
+        """The target that new sessions are for: the same model for as long as a verifier has it."""
+        found = [each.target for each in self._verifiers.ready if each.target is not None]
+        known = self._target
+        same = [target for target in found if known is not None and target.is_same_model(known)]
+        if found:
+            self._target = (same or found)[0]
+        if self._target is None:
             raise SpecdecError(
-                common_pb2.ERROR_REASON_NOT_READY, f"no verifier: {self._verifier.reason}"
+                common_pb2.ERROR_REASON_NOT_READY, f"no verifier: {self._verifiers.reason}"
             )
-        # A grammar's check may take seconds: those are not to hold up requests without one.
-        executor = self._grammar_checks if request.sampling.HasField("grammar") else None
-        planned = await asyncio.get_running_loop().run_in_executor(
-            executor, plan, request, target, self._settings
-        )
-        samples = [Sample(i, planned, target, call) for i in range(planned.num_samples)]
-        try:
-            # One after the other: the later ones find the prompt in the cache of the first.
-            for sample in samples:
-                await sample.open()
-            async with aclosing(merge([sample.run() for sample in samples])) as responses:
-                async for response in responses:
-                    yield response
-        finally:
-            for sample in samples:
-                sample.close()
+        # If none is there it may be back in a moment: sessions look for it for as long.
+        return self._target
 
 
 def register(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
     """Adds the servicer to a server, with a parser that can name a malformed field."""
-    handler = grpc.unary_stream_rpc_method_handler(
-        servicer.Generate,
-        request_deserializer=parse_generate_request,
-        response_serializer=gateway_pb2.GenerateResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(GATEWAY.full_name, {"Generate": handler}),)
-    )
+    wire.register(server, servicer, gateway_pb2.DESCRIPTOR.services_by_name["GenerationService"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.peers import Target
 from gateway.settings import GatewaySettings
+from gateway.target import Target
 from specdec.errors import Violation
 from specdec.sessions import MAX_DRAFT_TOPK, MAX_RUN_AHEAD
 from specdec.v1 import common_pb2, gateway_pb2

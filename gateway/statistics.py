@@ -27,6 +27,16 @@ class Exchange:
     timings: common_pb2.Timings
     """What of it the service computed and queued."""
 
+    def __add__(self, other: Exchange) -> Exchange:
+        """One after the other."""
+        return Exchange(
+            self.round_trip_us + other.round_trip_us,
+            common_pb2.Timings(
+                queue_us=self.timings.queue_us + other.timings.queue_us,
+                compute_us=self.timings.compute_us + other.timings.compute_us,
+            ),
+        )
+
     @property
     def inside_us(self) -> int:
         """All of that."""
@@ -107,6 +117,10 @@ class Statistics:
         """Counts a round that should have been speculative and was not."""
         self._message.fallback_rounds += 1
         self._message.fallback_reason = reason
+
+    def add_draft_resumption(self) -> None:
+        """Counts a draft that took up the session after another had failed."""
+        self._message.draft_resumptions += 1
 
     def to_message(self, stale_proposals: int) -> gateway_pb2.SpeculationStatistics:
         """The statistics of a generation that has ended, with the rates worked out."""

@@ -15,9 +15,15 @@ from specdec.sessions import opened_fault
 from specdec.trees import parents_of, walk
 from specdec.v1 import common_pb2, draft_pb2, verifier_pb2, verifier_pb2_grpc
 
-# Reasons that the verifier gives and that are the client's to know. Any other means that this
+# Reasons that the verifier gives and that are passed on as they are. Any other means that this
 # verifier is of no use.
-_PASSED_ON = ("INVALID_REQUEST", "MODEL_FAILURE", "CONTRACT_VIOLATION")
+_PASSED_ON = (
+    "INVALID_REQUEST",
+    "MODEL_FAILURE",
+    "CONTRACT_VIOLATION",
+    "RESOURCE_EXHAUSTED",
+    "TOKENIZER_MISMATCH",
+)
 
 
 class VerifyStream:
@@ -48,6 +54,7 @@ class VerifyStream:
         self._round = opening.round
         self._base_length = opening.base_length
         self._stopwatch = Stopwatch()
+        self._is_abandoned = False
 
     async def open(self) -> None:
         """Sends the Open: the verifier begins with the prompt.
@@ -56,7 +63,7 @@ class VerifyStream:
             SpecdecError: the stream broke.
         """
         self._stopwatch.start()
-        with _verifier_errors():
+        with self._errors():
             await self._call.write(verifier_pb2.VerifyRequest(open=self._opening))
 
     async def opened(self) -> Exchange:
@@ -65,7 +72,7 @@ class VerifyStream:
         Raises:
             SpecdecError: the stream broke.
         """
-        with _verifier_errors():
+        with self._errors():
             opened = (await self._read()).opened
         _require(opened_fault(opened, self._opening))
         self.cached_tokens = opened.cached_tokens
@@ -86,7 +93,7 @@ class VerifyStream:
             distributions=proposal.distributions,
             parents=proposal.parents,
         )
-        with _verifier_errors():
+        with self._errors():
             await self._call.write(verifier_pb2.VerifyRequest(candidates=candidates))
             verdict = (await self._read()).verdict
         _require(self._fault(verdict, candidates))
@@ -96,6 +103,11 @@ class VerifyStream:
 
     def close(self) -> None:
         """Ends the session, at once and without waiting."""
+        self._call.cancel()
+
+    def abandon(self) -> None:
+        """Says that nothing more will come: whoever waits for it is told that the stream broke."""
+        self._is_abandoned = True
         self._call.cancel()
 
     async def _read(self) -> verifier_pb2.VerifyResponse:
@@ -116,32 +128,41 @@ class VerifyStream:
         stands = walk(parents, candidates.token_ids, verdict.token_ids[:n])
         if len(verdict.token_ids) != n + 1 or len(stands) != n:
             return f"its verdict's tokens are not the {n} accepted ones and one more"
+        wanted = n + 1 if self._opening.HasField("logprobs") else 0
+        if len(verdict.logprobs) != wanted:
+            return f"its verdict has {len(verdict.logprobs)} log-probabilities, not {wanted}"
         return token_ids_fault(verdict.token_ids, self._effective_vocab_size)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turns what a broken stream raises into an error for the client."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_abandoned or (task is not None and task.cancelling()):
+                raise
+            reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
+            raise SpecdecError(reason, "the verifier has fallen silent") from None
+        except grpc.aio.AioRpcError as error:
+            name = reason_of(error)
+            if name in _PASSED_ON:
+                reason = common_pb2.ErrorReason.Value(f"ERROR_REASON_{name}")
+            elif error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                reason = common_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+            else:
+                reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
+            # What the verifier calls "open.sampling.…" is "sampling.…" to the client.
+            violations = [
+                Violation(v.field.removeprefix("open."), v.description)
+                for v in violations_of(error)
+            ]
+            raise SpecdecError(reason, f"verifier: {describe(error)}", violations) from error
+        except asyncio.InvalidStateError as error:
+            reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
+            raise SpecdecError(reason, "the verifier ended the stream") from error
 
 
 def _require(fault: str | None) -> None:
     if fault is not None:
         raise SpecdecError(common_pb2.ERROR_REASON_CONTRACT_VIOLATION, f"verifier: {fault}")
-
-
-@contextmanager
-def _verifier_errors() -> Iterator[None]:
-    """Turns what a broken stream raises into an error for the client."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        name = reason_of(error)
-        if name in _PASSED_ON:
-            reason = common_pb2.ErrorReason.Value(f"ERROR_REASON_{name}")
-        elif error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-            reason = common_pb2.ERROR_REASON_DEADLINE_EXCEEDED
-        else:
-            reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
-        # What the verifier calls "open.sampling.…" is "sampling.…" to the client.
-        violations = [
-            Violation(v.field.removeprefix("open."), v.description) for v in violations_of(error)
-        ]
-        raise SpecdecError(reason, f"verifier: {describe(error)}", violations) from error
-    except asyncio.InvalidStateError as error:
-        reason = common_pb2.ERROR_REASON_VERIFIER_UNAVAILABLE
-        raise SpecdecError(reason, "the verifier ended the stream") from error

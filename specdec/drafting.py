@@ -35,11 +35,18 @@ class DraftRounds:
         self._tokens = [*opening.prompt_token_ids, *opening.committed_token_ids]
         self._told = len(self._tokens)
         """How many of them the draft was told of."""
+        self._asked_round = opening.round
+        """Of the proposal that was asked for last."""
 
     @property
     def round(self) -> int:
         """The present one."""
         return self._round
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the present round's proposal was asked for."""
+        return self._asked_round == self._round
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Ends a round by committing tokens."""
@@ -51,6 +58,7 @@ class DraftRounds:
     ) -> draft_pb2.DraftRequest:
         """What tells the draft of all that was committed, and asks for this round's proposal."""
         told, self._told = self._told, len(self._tokens)
+        self._asked_round = self._round
         advance = draft_pb2.Advance(
             round=self._round,
             base_length=told,
@@ -59,6 +67,14 @@ class DraftRounds:
             draft_costs=costs,
         )
         return draft_pb2.DraftRequest(advance=advance)
+
+    def answers(self, proposal: draft_pb2.Proposal) -> bool:
+        """Whether a proposal is the one that was asked for last, in time or not."""
+        if proposal.round != self._asked_round:
+            return False
+        presumed = list(proposal.presumed_token_ids)
+        begin, end = self._told - len(presumed), self._told
+        return not presumed or (proposal.base_length == end and self._tokens[begin:end] == presumed)
 
     def timeliness(self, proposal: draft_pb2.Proposal) -> Timeliness:
         """When a proposal is of use, if ever."""

@@ -37,6 +37,10 @@ _TABLE: dict[int, _Row] = {
     common_pb2.ERROR_REASON_PERMISSION_DENIED: _Row(grpc.StatusCode.PERMISSION_DENIED, False),
 }
 _RETRY_SECONDS = 1.0
+_MESSAGE_BYTES = 1024
+_VIOLATIONS_BYTES = 1536
+"""Of all violations of a status together. gRPC drops a status of more than 8 KiB, reason and all,
+and has the message in it twice."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,11 @@ class SpecdecError(Exception):
         """
         Args:
             reason: of the table.
-            message: one line that says what to do.
-            violations: the fields that are at fault, if the request is.
+            message: one line that says what to do. A long one is cut.
+            violations: the fields that are at fault, if the request is. The first ones are told.
             retry_after: seconds after which to try again, where the reason is worth it.
         """
-        super().__init__(message)
+        super().__init__(_shortened(message, _MESSAGE_BYTES))
         self.reason = reason
         self.violations = tuple(violations)
         self.retry_after = retry_after
@@ -91,8 +95,12 @@ class SpecdecError(Exception):
             bad_request = error_details_pb2.BadRequest()
             for violation in self.violations:
                 bad_request.field_violations.add(
-                    field=violation.field, description=violation.description
+                    field=_shortened(violation.field, _MESSAGE_BYTES // 4),
+                    description=_shortened(violation.description, _MESSAGE_BYTES),
                 )
+                if bad_request.ByteSize() > _VIOLATIONS_BYTES:
+                    bad_request.field_violations.pop()
+                    break
             details.append(bad_request)
         if _TABLE[self.reason].retryable:
             delay = duration_pb2.Duration()
@@ -110,6 +118,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecdecError
     """Ends a call with the error's status and details."""
     await context.abort_with_status(rpc_status.to_status(error.to_status()))
     raise AssertionError("abort returned")
+
+
+def _shortened(text: str, most: int) -> str:
+    """The text, cut down to so many bytes of UTF-8 if it has more."""
+    data = text.encode()
+    return text if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 from specdec.errors import SpecdecError, Violation
@@ -25,8 +25,11 @@ ACCEPTANCE_RULES = (
 MAX_SALT_BYTES = 256
 """Of a prefix cache's salt."""
 MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_TOPK = 64
 MAX_RUN_AHEAD = 64
+_END = 2**64 - 1
+"""No round has this number: the one after it could not be told."""
 
 
 class SessionState(Enum):
@@ -87,11 +90,14 @@ class SessionContract:
             Whether the message is to be worked on; False if it is stale.
 
         Raises:
-            SpecdecError: CONTRACT_VIOLATION if base_length is not what the session holds.
+            SpecdecError: CONTRACT_VIOLATION if base_length is not what the session holds, or no
+                round could follow.
         """
         if round_number < self.next_round:
             self.stale_messages += 1
             return False
+        if round_number == _END:
+            raise self._violation(f"round {round_number} is more than there can be")
         if base_length != self.base_length:
             raise self._violation(
                 f"round {round_number} starts from base_length {base_length}, but the session "
@@ -189,16 +195,56 @@ def _open_violations(opening: common_pb2.Open, info: common_pb2.ModelInfo) -> li
             refuse(field, fault)
     if opening.acceptance_rule not in info.acceptance_rules:
         refuse("acceptance_rule", f"{opening.acceptance_rule} is not one that the service has")
-    if opening.num_draft_tokens > info.max_num_draft_tokens:
-        refuse("num_draft_tokens", f"must be at most {info.max_num_draft_tokens}")
-    if opening.draft_topk > MAX_DRAFT_TOPK:
-        refuse("draft_topk", f"must be at most {MAX_DRAFT_TOPK}")
-    if opening.run_ahead > MAX_RUN_AHEAD:
-        refuse("run_ahead", f"must be at most {MAX_RUN_AHEAD}")
+    for field, value, most in (
+        ("round", opening.round, _END - 1),
+        ("num_draft_tokens", opening.num_draft_tokens, info.max_num_draft_tokens),
+        ("draft_topk", opening.draft_topk, MAX_DRAFT_TOPK),
+        ("run_ahead", opening.run_ahead, MAX_RUN_AHEAD),
+        ("logprobs.num_top", opening.logprobs.num_top, MAX_TOP_LOGPROBS),
+    ):
+        if value > most:
+            refuse(field, f"must be at most {most}")
+    if opening.logprobs.mode not in common_pb2.LogprobsMode.values():
+        refuse("logprobs.mode", f"{opening.logprobs.mode} is not one that the service has")
     if len(opening.prefix_cache.salt.encode()) > MAX_SALT_BYTES:
         refuse("prefix_cache.salt", f"must be at most {MAX_SALT_BYTES} bytes")
     found += sampling_violations(opening.sampling, "open.sampling", info.effective_vocab_size)
+    found += _mask_violations(opening.sampling, info)
     return found
+
+
+def _mask_violations(
+    sampling: common_pb2.Sampling, info: common_pb2.ModelInfo
+) -> Iterator[Violation]:
+    """What of a session's masks would only be found out when a token is to be sampled."""
+    vocab_size = info.effective_vocab_size
+    # A model's own end-of-sequence tokens are never the session's fault.
+    stops = set(sampling.stop_token_ids).difference(info.eos_token_ids)
+    fault = token_ids_fault(sorted(stops), vocab_size)
+    if fault is not None:
+        yield Violation("open.sampling.stop_token_ids", fault)
+    masks = sampling.allowed_token_ids or sampling.suppressed_token_ids or sampling.min_new_tokens
+    if sampling.HasField("grammar") and masks:
+        yield Violation(
+            "open.sampling.grammar",
+            "cannot be combined with allowed_token_ids, suppressed_token_ids and min_new_tokens",
+        )
+    if _forbids_all(sampling, vocab_size):
+        yield Violation(
+            "open.sampling",
+            "allowed_token_ids, suppressed_token_ids and, with min_new_tokens, stop_token_ids "
+            "leave no token",
+        )
+
+
+def _forbids_all(sampling: common_pb2.Sampling, effective_vocab_size: int) -> bool:
+    """Whether a session's masks leave nothing to sample, to begin with."""
+    forbidden = set(sampling.suppressed_token_ids)
+    if sampling.min_new_tokens > 0:
+        forbidden.update(sampling.stop_token_ids)
+    if sampling.allowed_token_ids:
+        return forbidden.issuperset(sampling.allowed_token_ids)
+    return sum(token_id < effective_vocab_size for token_id in forbidden) == effective_vocab_size
 
 
 def sampling_violations(
@@ -219,7 +265,10 @@ def sampling_violations(
         if not fits
     ]
     for field in ("logit_bias", "allowed_token_ids", "suppressed_token_ids"):
-        fault = token_ids_fault(list(getattr(sampling, field)), effective_vocab_size)
+        ids = list(getattr(sampling, field))
+        fault = token_ids_fault(ids, effective_vocab_size)
+        if len(ids) > effective_vocab_size:
+            fault = f"{len(ids)} ids are more than the vocabulary has, {effective_vocab_size}"
         if fault is not None:
             found.append(Violation(f"{path}.{field}", fault))
     for token_id, bias in sampling.logit_bias.items():

@@ -11,14 +11,15 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliApp,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -26,8 +27,34 @@ from pydantic_settings import (
 )
 
 from specdec.logs import LogFormat
+from specdec.tls import missing
 
 Settings = TypeVar("Settings", bound="ServiceSettings")
+
+
+def _split(names: object) -> object:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
+Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+"""A list that is written with commas on the command line and in the environment."""
+
+
+def _address(text: str) -> str:
+    host, _, port = text.removeprefix("dns:").rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{text!r} is neither host:port nor dns:host:port")
+    return text
+
+
+def _split_if_any(addresses: object) -> object:
+    return [] if addresses == "" else _split(addresses)
+
+
+Addresses = Annotated[
+    list[Annotated[str, AfterValidator(_address)]], NoDecode, BeforeValidator(_split_if_any)
+]
+"""Replicas of a service, written likewise."""
 
 
 class ServiceSettings(BaseSettings):
@@ -48,12 +75,56 @@ class ServiceSettings(BaseSettings):
     grace_seconds: float = Field(
         10.0, ge=0.0, description="how long running calls may go on after SIGTERM"
     )
+    max_connection_age_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="age at which a connection takes no more calls, so that its client connects "
+        "anew, perhaps to another replica; unlimited if left out",
+    )
+    max_connection_age_grace_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="how long the calls of an aged connection may go on; until they end if left "
+        "out",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe events that are logged"
     )
     log_format: LogFormat = Field(
         "auto", description="console lines, JSON lines, or by whether stderr is a terminal"
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="PEM file with the certificate that is shown to clients, and those between it "
+        "and its CA; plaintext if left out",
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the private key of tls_cert")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of CAs: clients must then show a certificate of one of them"
+    )
+    tls_client_names: Names = Field(
+        [],
+        description="the only clients that may call, by a DNS name or URI or the common name of "
+        "their certificate; all of tls_client_ca if left out",
+    )
+    health_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None,
+        description="port for health checks alone, always plaintext, for probes that cannot speak "
+        "TLS; none if left out",
+    )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        fault = missing("tls_", cert=self.tls_cert, key=self.tls_key)
+        if fault is None and self.tls_client_ca is not None and self.tls_cert is None:
+            fault = "tls_client_ca needs tls_cert and tls_key too: there is no TLS without them"
+        if fault is None and self.tls_client_names and self.tls_client_ca is None:
+            fault = "tls_client_names needs tls_client_ca too: without it no client has a name"
+        if fault is None and "" in self.tls_client_names:
+            fault = "tls_client_names has an empty name, which no client has: leave it out"
+        if fault is None and self.health_port is not None and self.health_port == self.port:
+            fault = f"health_port and port are both {self.port}: choose another for one of them"
+        if fault is not None:
+            raise ValueError(fault)
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -96,6 +167,12 @@ def _refuse_unknown_environment(settings_class: type[ServiceSettings]) -> None:
             raise ValueError(f"environment variable {name} is no setting of this service{hint}")
 
 
+def _line(error: dict[str, Any]) -> str:
+    """What a validation says. One that concerns several settings names them itself."""
+    place, message = ".".join(map(str, error["loc"])), str(error["msg"])
+    return f"{place}: {message}" if place else message.removeprefix("Value error, ")
+
+
 def load(settings_class: type[Settings], arguments: Sequence[str]) -> Settings:
     """Reads the settings of a service.
 
@@ -106,7 +183,7 @@ def load(settings_class: type[Settings], arguments: Sequence[str]) -> Settings:
         _refuse_unknown_environment(settings_class)
         return CliApp.run(settings_class, cli_args=list(arguments), cli_show_env_vars=True)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        lines = [_line(dict(e)) for e in error.errors()]
     except (SettingsError, OSError, ValueError) as error:
         lines = [str(error)]
     raise SystemExit("\n".join(f"error: {line}" for line in lines))

@@ -5,17 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import structlog
 
 from specdec.errors import SpecdecError, abort
 from specdec.logs import request_id_of
+from specdec.open_sessions import OpenSessions
 from specdec.sessions import SessionContract
 from specdec.v1 import common_pb2
+from specdec.wire import parsed
 
-T = TypeVar("T")
+
+class Serving(Protocol):
+    """What a service serves with."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why it cannot serve any more, or None if it can."""
+
+
+T = TypeVar("T", bound=Serving)
 _log = structlog.get_logger()
 
 
@@ -24,6 +35,7 @@ async def session_stream(
     requests: AsyncIterator[Any],
     context: grpc.aio.ServicerContext[Any, Any],
     info: common_pb2.ModelInfo,
+    sessions: OpenSessions,
 ) -> AsyncIterator[SessionContract]:
     """The life of one session, from its stream's Open on.
 
@@ -33,20 +45,26 @@ async def session_stream(
         requests: of the stream. The first is taken.
         context: of the stream.
         info: what the service said of itself, which the Open is held against.
+        sessions: of the service; this becomes one of them.
 
     Yields:
         The session's contract, which has the Open.
     """
+    try:
+        sessions.require_room()
+    except SpecdecError as error:
+        await abort(context, error)
     begun = time.monotonic()
     session_id, contract = "", None
     try:
-        opening = _open_of(await anext(requests, None))
-        session_id = opening.session_id
-        structlog.contextvars.bind_contextvars(
-            session_id=session_id, request_id=request_id_of(context)
-        )
-        contract = SessionContract(opening, info)
-        yield contract
+        async with sessions.entered():
+            opening = _open_of(parsed(await anext(requests, None)))
+            session_id = opening.session_id
+            structlog.contextvars.bind_contextvars(
+                session_id=session_id, request_id=request_id_of(context)
+            )
+            contract = SessionContract(opening, info)
+            yield contract
     except SpecdecError as error:
         _log.warning("session failed", error=str(error))
         await abort(context, error)
@@ -66,12 +84,33 @@ async def session_stream(
         )
 
 
-async def require(loaded: T | None, context: grpc.aio.ServicerContext[Any, Any]) -> T:
-    """What a service serves with, or the end of the call with NOT_READY while there is none yet."""
-    if loaded is None:
-        message = "the model is still loading"
-        await abort(context, SpecdecError(common_pb2.ERROR_REASON_NOT_READY, message))
+async def require(
+    loaded: T | None, sessions: OpenSessions, context: grpc.aio.ServicerContext[Any, Any]
+) -> T:
+    """What a service serves with, or the end of the call if it can take no new work now.
+
+    Args:
+        loaded: None if it is loading still.
+        sessions: of the service.
+        context: of the call.
+    """
+    try:
+        sessions.require_open()
+        fault = "the model is still loading" if loaded is None else loaded.fault
+        if fault is not None:
+            raise SpecdecError(common_pb2.ERROR_REASON_NOT_READY, fault)
+    except SpecdecError as error:
+        await abort(context, error)
+    assert loaded is not None
     return loaded
+
+
+async def require_parsed(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Ends a call with INVALID_REQUEST if its request could not be parsed."""
+    try:
+        parsed(request)
+    except SpecdecError as error:
+        await abort(context, error)
 
 
 def _open_of(request: Any) -> common_pb2.Open:

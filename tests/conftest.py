@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from gateway.breaker import Breaker
 from tests.models import make_model
 
 
@@ -20,6 +21,20 @@ async def no_lost_exceptions() -> AsyncIterator[None]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     yield
     assert not reported, reported
+
+
+@pytest.fixture
+def forgiving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Circuit breakers of endpoints never open. Those of sessions do.
+
+    For tests in which a draft fails in one generation, and is to be used in the next.
+    """
+
+    class OfSession(Breaker):
+        failed = Breaker.failed
+
+    monkeypatch.setattr("gateway.draft_source.Breaker", OfSession)
+    monkeypatch.setattr(Breaker, "failed", lambda breaker, reason: None)
 
 
 @pytest.fixture(scope="session")

@@ -20,15 +20,16 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftServicer
 from draft_service.settings import DraftSettings
 from gateway.settings import GatewaySettings
-from specdec import services
+from specdec import services, wire
 from specdec.cli.health import wait_until_ready
 from specdec.lm.runtime import ModelRuntime
 from specdec.lm.serve import serve
+from specdec.settings import ServiceSettings
 from specdec.v1 import (
     common_pb2,
     gateway_pb2,
     gateway_pb2_grpc,
-    verifier_pb2_grpc,
+    verifier_pb2,
 )
 from verifier_service.service import VerifierServicer
 from verifier_service.settings import VerifierSettings
@@ -48,12 +49,15 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def _service(service: services.Service, port: int, work: Any) -> AsyncIterator[str]:
+async def _service(
+    service: services.Service, settings: ServiceSettings, work: Any
+) -> AsyncIterator[str]:
     """Runs a service's main coroutine while the block runs. Yields its address once it is ready."""
-    address = f"127.0.0.1:{port}"
+    address = f"127.0.0.1:{settings.port}"
+    asked = f"127.0.0.1:{settings.health_port or settings.port}"
     task = asyncio.create_task(work)
     try:
-        waiting = asyncio.create_task(wait_until_ready(service, address, 60))
+        waiting = asyncio.create_task(wait_until_ready(service, asked, 60))
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             waiting.cancel()
@@ -73,14 +77,16 @@ def _model_options(model: Path | None, options: dict[str, Any]) -> dict[str, Any
 @asynccontextmanager
 async def verifier(model: Path, **options: Any) -> AsyncIterator[tuple[str, VerifierServicer]]:
     settings = VerifierSettings(**_model_options(model, options))
-    servicer = VerifierServicer()
+    servicer = VerifierServicer(settings.max_sessions)
     work = serve(
         settings,
         service=services.VERIFIER,
         servicer=servicer,
-        register=lambda s: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(servicer, s),
+        register=lambda s: wire.register(
+            s, servicer, verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
+        ),
     )
-    async with _service(services.VERIFIER, settings.port, work) as address:
+    async with _service(services.VERIFIER, settings, work) as address:
         yield address, servicer
 
 
@@ -103,8 +109,8 @@ class Drafting:
 async def draft(model: Path | None = None, **options: Any) -> AsyncIterator[tuple[str, Drafting]]:
     """A draft service, by default with a model alone."""
     settings = DraftSettings(**_model_options(model, {"drafters": ["model"], **options}))
-    servicer = DraftServicer()
-    async with _service(services.DRAFT, settings.port, draft_main.serve(settings, servicer)) as at:
+    servicer = DraftServicer(settings.max_sessions)
+    async with _service(services.DRAFT, settings, draft_main.serve(settings, servicer)) as at:
         yield at, Drafting(servicer)
 
 
@@ -224,9 +230,11 @@ async def gateway(
 ) -> AsyncIterator[Gateway]:
     """A gateway. It does not wait for the draft: a first request does that, see `pair`.
 
-    Unless the options say otherwise its proposals are chains of a fixed length, one at a time.
+    Unless the options say otherwise its proposals are chains of a fixed length, one at a time, and
+    every round waits for its own, however busy the machine is.
     """
     chains = {"adaptive": False, "draft_topk": 1, "run_ahead": 0, "num_draft_tokens": 5}
+    chains["draft_wait_seconds"] = 60.0
     settings = GatewaySettings(
         port=free_port(),
         verifier_address=verifier_address,
@@ -236,7 +244,7 @@ async def gateway(
     )
     work = gateway_main.serve(settings)
     async with (
-        _service(services.GATEWAY, settings.port, work) as address,
+        _service(services.GATEWAY, settings, work) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         yield Gateway(address, channel)

@@ -309,6 +309,7 @@ async def test_json_is_one_object_with_the_documented_keys(
         *("drafted_per_position", "fallback_rounds", "fallback_reason", "stale_proposals"),
         *("draft_us", "verify_us", "wire_us", "queue_us", "draft_cached_tokens"),
         *("undrafted_rounds", "run_ahead_hits", "run_ahead_misses"),
+        *("verifier_resumptions", "draft_resumptions"),
     }
     assert speculation["acceptance_rule"] == "coupled"
     assert speculation["num_draft_tokens"] == sum(speculation["drafted_per_position"]) > 0

@@ -133,6 +133,7 @@ class _Liar(draft_pb2_grpc.DraftServiceServicer):
     def __init__(self, info: common_pb2.ModelInfo, lie: Any) -> None:
         self._info = info
         self._lie = lie
+        self.is_lying = False
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:
         return draft_pb2.DraftServiceGetModelInfoResponse(model_info=self._info)
@@ -159,7 +160,7 @@ class _Liar(draft_pb2_grpc.DraftServiceServicer):
                 ],
                 temperature=temperature,
             )
-            for proposal in await self._lie(honest, context):
+            for proposal in await self._lie(honest, context) if self.is_lying else [honest]:
                 yield draft_pb2.DraftResponse(proposal=proposal)
 
 
@@ -200,16 +201,14 @@ async def _lied_to(target_folder: Path, lie: Any, use: Any, **gateway_options: A
     async with verifier(target_folder) as (verifier_address, servicer):
         assert servicer.runtime is not None
         server = grpc.aio.server()
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(_Liar(servicer.runtime.info, lie), server)
+        liar = _Liar(servicer.runtime.info, lie)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(liar, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
             async with gateway(verifier_address, f"127.0.0.1:{port}", **gateway_options) as running:
-                for _ in range(200):
-                    result = await running.generate([1], k=1, max_new_tokens=2, temperature=0.0)
-                    if "not connected" not in result.speculation.fallback_reason:
-                        break
-                    await asyncio.sleep(0.02)
+                await drafts_are_used(running)
+                liar.is_lying = True
                 await use(running)
         finally:
             await server.stop(0)

@@ -149,7 +149,7 @@ async def test_sessions_may_go_on_for_a_while_when_the_service_is_ended(draft_fo
     config = DraftSettings(
         model=str(draft_folder), port=free_port(), num_threads=1, grace_seconds=30.0
     )
-    serving = asyncio.create_task(serve(config, DraftServicer()))
+    serving = asyncio.create_task(serve(config, DraftServicer(config.max_sessions)))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{config.port}") as channel:
         assert await wait_until_ready(services.DRAFT, f"127.0.0.1:{config.port}", 60) is None
         client = DraftClient(channel)
@@ -400,7 +400,7 @@ from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 async def main():
     config = load(DraftSettings, sys.argv[1:])
-    task = asyncio.create_task(serve(config, DraftServicer()))
+    task = asyncio.create_task(serve(config, DraftServicer(config.max_sessions)))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{config.port}") as channel:
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft(wait_for_ready=True)
         opening = common_pb2.Open(

@@ -34,7 +34,7 @@ from specdec.bench.load import Call
 from specdec.bench.replay import DraftFault, Drafting, Replay, replay
 from specdec.bench.sweep import Workload
 from specdec.bench.target_log import Header, LogFault, Output, TargetLog
-from specdec.cli.client import open_channel
+from specdec.channels import open_channel
 from specdec.cli.draft_names import parse
 from specdec.sessions import PROTOCOL_VERSION
 from specdec.v1 import common_pb2, draft_pb2, draft_pb2_grpc, gateway_pb2

@@ -33,7 +33,7 @@ from tests.stack import Stack, pair
 VOCABULARY = 16
 # It repeats itself, so that something is copied where drafts are copies.
 PROMPT = [3, 1, 4, 3, 1]
-DRAWS = 2000
+DRAWS = 1200
 HONEST_SAMPLES = 2000
 
 

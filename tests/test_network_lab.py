@@ -140,6 +140,8 @@ async def test_refusal_lasts_as_long_as_it_should() -> None:
     async with echo() as port:
         with ImpairedLink(port) as link:
             reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+            writer.write(b".")
+            await reader.readexactly(1)
             link.refuse(0.3)
             begun = time.perf_counter()
             with pytest.raises(ConnectionError):

@@ -51,6 +51,8 @@ from tests.protocol import (
 from tests.stack import RULES, Gateway, draft, gateway, verifier
 from tests.test_streams import PROMPT, VerifyClient, opening, plain
 
+pytestmark = pytest.mark.usefixtures("forgiving")
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"
 LATE = 0.1
 """Seconds: a gateway of less patience gives a late draft up."""
@@ -461,7 +463,9 @@ async def verified(bench: Bench) -> AsyncIterator[Verified]:
         address = await stack.enter_async_context(
             serving(lambda s: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(fake, s))
         )
-        running = await stack.enter_async_context(gateway(address, bench.draft_address))
+        # What breaks is told, and not taken elsewhere.
+        settings = {"failover_seconds": 0.0}
+        running = await stack.enter_async_context(gateway(address, bench.draft_address, **settings))
         await bench.draft_is_known(running)
         yield Verified(running, fake, bench.draft, list(fake.reference))
 

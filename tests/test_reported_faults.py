@@ -682,12 +682,16 @@ async def _(setup: Setup) -> None:
 @case("speculation.run_ahead")
 async def _(setup: Setup) -> None:
     plain = (await setup.greedy(k=0, max_new_tokens=60)).token_ids
-    ahead = []
-    for run_ahead in (0, 8):
-        result = await setup.greedy(k=3, run_ahead=run_ahead, max_new_tokens=60)
-        assert result.token_ids == plain
-        ahead.append(result.speculation.run_ahead_hits)
-    assert ahead[0] == 0 < ahead[1]
+    off = await setup.greedy(k=3, run_ahead=0, max_new_tokens=60)
+    assert off.token_ids == plain
+    assert off.speculation.run_ahead_hits == 0
+    # Whether the draft has the time depends on what else runs here.
+    for _ in range(10):
+        ahead = await setup.greedy(k=3, run_ahead=8, max_new_tokens=60)
+        assert ahead.token_ids == plain
+        if ahead.speculation.run_ahead_hits:
+            break
+    assert ahead.speculation.run_ahead_hits > 0
 
 
 @case("speculation.acceptance_rule")

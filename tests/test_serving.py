@@ -439,8 +439,9 @@ async def test_a_model_service_is_serving_once_its_model_is_loaded_and_not_befor
     async with starting(start(target_folder, port=port)):
         await asyncio.to_thread(slow_load.begun.wait, 30)
         begun = time.monotonic()
-        for name in ("", service.full_name):
-            assert await status_of(address, name) == "NOT_SERVING"
+        # It lives, and is of no use yet.
+        assert await status_of(address, "") == "SERVING"
+        assert await status_of(address, service.full_name) == "NOT_SERVING"
         # The loading does not keep it from answering.
         assert time.monotonic() - begun < 2.0
 
@@ -468,9 +469,8 @@ async def test_the_gateway_is_serving_once_its_verifier_is_and_not_before(
         with process(
             "gateway", tmp_path, port, verifier_address=f"127.0.0.1:{verifier_port}"
         ) as gateway:
-            await first_status_of(address)
-            for name in ("", services.GATEWAY.full_name):
-                assert await status_of(address, name) == "NOT_SERVING"
+            assert await first_status_of(address) == "SERVING"
+            assert await status_of(address, services.GATEWAY.full_name) == "NOT_SERVING"
             call = gateway_pb2_grpc.GenerationServiceStub(channel).Generate(
                 gateway_pb2.GenerateRequest(text="a"), timeout=5
             )
@@ -492,7 +492,7 @@ async def test_the_gateway_is_serving_once_its_verifier_is_and_not_before(
 async def test_sigterm_ends_a_gateway_that_still_looks_for_its_verifier(tmp_path: Path) -> None:
     port, nobody = stack.free_port(), f"127.0.0.1:{stack.free_port()}"
     with process("gateway", tmp_path, port, verifier_address=nobody) as gateway:
-        assert await first_status_of(f"127.0.0.1:{port}") == "NOT_SERVING"
+        assert await first_status_of(f"127.0.0.1:{port}") == "SERVING"
         assert await gateway.end(3) == 0
         assert gateway.events()[-1] == "stopped"
 
@@ -634,13 +634,13 @@ async def test_sigterm_ends_the_model_services_while_they_load(tmp_path: Path) -
             process("draft_service", tmp_path, ports[1], **options) as draft,
         ):
             for port in ports:
-                assert await first_status_of(f"127.0.0.1:{port}") == "NOT_SERVING"
+                assert await first_status_of(f"127.0.0.1:{port}") == "SERVING"
             # Both are waiting for the hub.
             silent_hub.settimeout(20)
             waiting = [(await asyncio.to_thread(silent_hub.accept))[0] for _ in range(2)]
             assert await asyncio.gather(verifier.end(5), draft.end(5)) == [0, 0]
             for connection in waiting:
                 connection.close()
-            assert verifier.events() == ["settings", "loading", "stopped"]
+            assert verifier.events() == ["settings", "loading", "draining", "stopped"]
             # What a draft loads depends on its drafters, and most of them load nothing.
-            assert draft.events() == ["settings", "listening", "loading", "stopped"]
+            assert draft.events() == ["settings", "listening", "loading", "draining", "stopped"]

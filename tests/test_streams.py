@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.errors import reason_of
+from specdec.errors import SpecdecError, Violation, reason_of, violations_of
 from specdec.lm.tokenizer import token_table_sha256
+from specdec.sessions import SessionContract
 from specdec.v1 import (
     common_pb2,
     draft_pb2,
@@ -380,3 +381,58 @@ async def test_a_session_of_another_token_table_is_refused_with_both_hashes(
         assert reason_of(caught.value) == "TOKENIZER_MISMATCH"
         assert TABLE_SHA256 in (caught.value.details() or "")
         assert other in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"round": 2**64 - 1}, "open.round"),
+        ({"logprobs": common_pb2.LogprobsRequest(num_top=21)}, "open.logprobs.num_top"),
+        ({"logprobs": common_pb2.LogprobsRequest(mode=9)}, "open.logprobs.mode"),  # type: ignore[arg-type]
+        ({"sampling": sampling(stop_token_ids=[300])}, "open.sampling.stop_token_ids"),
+        ({"sampling": sampling(allowed_token_ids=[5], suppressed_token_ids=[5])}, "open.sampling"),
+        (
+            {"sampling": sampling(grammar={"regex": "a*"}, allowed_token_ids=[5])},
+            "open.sampling.grammar",
+        ),
+    ],
+)
+def test_an_open_that_could_only_fail_later_is_refused_at_once(
+    changes: dict[str, Any], field: str
+) -> None:
+    info = common_pb2.ModelInfo(
+        tokenizer_sha256=TABLE_SHA256,
+        effective_vocab_size=300,
+        max_context_length=512,
+        max_num_draft_tokens=32,
+        acceptance_rules=[common_pb2.ACCEPTANCE_RULE_COUPLED],
+    )
+    with pytest.raises(SpecdecError) as caught:
+        SessionContract(opening(**changes), info)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+async def test_what_cannot_be_parsed_is_refused_by_its_name(target_folder: Path) -> None:
+    # An Open whose session_id is not UTF-8.
+    garbled = b"\x0a\x04\x0a\x02\xff\xfe"
+    async with (
+        verifier(target_folder) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        path = "/specdec.v1.VerifierService/"
+        stream: Any = channel.stream_stream(path + "Verify")()
+        await stream.write(garbled)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+        assert [v.field for v in violations_of(caught.value)] == ["open.session_id"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(path + "GetModelInfo")(b"\xff\xff")
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(caught.value) == "INVALID_REQUEST"
+
+
+def test_a_status_stays_within_what_grpc_lets_through() -> None:
+    found = [Violation(f"field[{n}]", "é" * 300) for n in range(500)]
+    status = SpecdecError.invalid(found).to_status()
+    assert 3 * len(status.message.encode()) + 4 * status.ByteSize() / 3 < 8192
+    assert len(status.details) == 2

@@ -35,6 +35,8 @@ from tests.stack import Result, Stack, draft, free_port, gateway, pair, verifier
 from tests.test_streams import DraftClient, opening, sampling
 from verifier_service import acceptance
 
+pytestmark = pytest.mark.usefixtures("forgiving")
+
 PROMPT = list(range(5, 40))
 LENGTH = 40
 PATIENT: dict[str, Any] = {"draft_patience_seconds": 60.0}
@@ -181,7 +183,7 @@ async def test_no_number_of_drafted_tokens_changes_what_is_generated(
 ) -> None:
     ways = [
         Way(k, topk, run_ahead, adaptive)
-        for k, run_ahead, adaptive in product(range(1, 17), (0, 8), (False, True))
+        for k, run_ahead, adaptive in product((1, 2, 3, 5, 8, 12, 16), (0, 8), (False, True))
     ]
     options = {"temperature": temperature, "seed": 3, **FEATURES[feature]}
     await assert_identical(mediocre, ways, **options)

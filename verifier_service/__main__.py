@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from specdec import logs, serving, settings
+from specdec import logs, serving, settings, wire
 from specdec.services import VERIFIER
-from specdec.v1 import verifier_pb2_grpc
+from specdec.v1 import verifier_pb2
 from verifier_service.settings import VerifierSettings
 
 
@@ -19,14 +19,14 @@ def main(arguments: Sequence[str]) -> None:
     from specdec.lm.serve import serve
     from verifier_service.service import VerifierServicer
 
-    servicer = VerifierServicer()
+    servicer = VerifierServicer(config.max_sessions)
     serving.run(
         serve(
             config,
             service=VERIFIER,
             servicer=servicer,
-            register=lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
-                servicer, server
+            register=lambda server: wire.register(
+                server, servicer, verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"]
             ),
         )
     )

@@ -10,10 +10,12 @@ import grpc
 
 from specdec.errors import SpecdecError
 from specdec.lm.runtime import ModelRuntime, Session
+from specdec.open_sessions import OpenSessions
 from specdec.proposals import needs_distributions
 from specdec.sessions import SessionContract
-from specdec.streams import require, session_stream
+from specdec.streams import require, require_parsed, session_stream
 from specdec.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.wire import Malformed, parsed
 from verifier_service.verification import Verification
 
 _CONTENT_BYTES = 256 * 1024
@@ -22,23 +24,27 @@ _CONTENT_BYTES = 256 * 1024
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """Serves verdicts once `runtime` is set; until then every call is UNAVAILABLE."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_sessions: int) -> None:
+        """`max_sessions`: how many may be open at once."""
         self.runtime: ModelRuntime | None = None
+        self.sessions = OpenSessions(max_sessions)
 
     async def GetModelInfo(
         self,
-        request: verifier_pb2.VerifierServiceGetModelInfoRequest,
+        request: verifier_pb2.VerifierServiceGetModelInfoRequest | Malformed,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> verifier_pb2.VerifierServiceGetModelInfoResponse:
-        runtime = await require(self.runtime, context)
+        await require_parsed(request, context)
+        runtime = await require(self.runtime, self.sessions, context)
         return verifier_pb2.VerifierServiceGetModelInfoResponse(model_info=runtime.info)
 
     async def GetTokenizer(
         self,
-        request: verifier_pb2.GetTokenizerRequest,
+        request: verifier_pb2.GetTokenizerRequest | Malformed,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[verifier_pb2.GetTokenizerResponse]:
-        tokenizer = (await require(self.runtime, context)).loaded.tokenizer
+        await require_parsed(request, context)
+        tokenizer = (await require(self.runtime, self.sessions, context)).loaded.tokenizer
         yield verifier_pb2.GetTokenizerResponse(
             header=verifier_pb2.TokenizerHeader(
                 content_sha256=hashlib.sha256(tokenizer.content).hexdigest(),
@@ -54,18 +60,18 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def Verify(
         self,
-        request_iterator: AsyncIterator[verifier_pb2.VerifyRequest],
+        request_iterator: AsyncIterator[verifier_pb2.VerifyRequest | Malformed],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
-        runtime = await require(self.runtime, context)
+        runtime = await require(self.runtime, self.sessions, context)
         async with (
-            session_stream(request_iterator, context, runtime.info) as contract,
+            session_stream(request_iterator, context, runtime.info, self.sessions) as contract,
             runtime.session(contract.opening) as session,
         ):
             contract.opened()
             yield verifier_pb2.VerifyResponse(opened=session.opened)
             async for request in request_iterator:
-                candidates = _candidates_of(request)
+                candidates = _candidates_of(parsed(request))
                 if not contract.begin(candidates.round, candidates.base_length):
                     continue
                 yield await self._verify(runtime, session, contract, candidates)

@@ -12,7 +12,7 @@ from specdec.lm.logprobs import token_logprobs
 from specdec.lm.processing import Rows, is_greedy, join, process
 from specdec.lm.randomness import Stream, key, seed_tensor, uniform
 from specdec.lm.runtime import Session
-from specdec.lm.work import Work, failing
+from specdec.lm.work import NotNumbers, Work, failing
 from specdec.trees import depths, is_chain
 from specdec.v1 import common_pb2
 from verifier_service import acceptance
@@ -127,7 +127,6 @@ class Verification(Work):
         for work in works:
             with failing(work):
                 logits = work.collect()
-                _require_numbers(bool(logits.amax(dim=-1).isfinite().all()))
                 rows = work.history.tree_rows(work.token_ids, work._parents)
                 ready.append((work, logits, rows))
         if not ready:
@@ -135,9 +134,13 @@ class Verification(Work):
         together = process(
             torch.cat([logits for _, logits, _ in ready]), join([rows for _, _, rows in ready])
         )
-        parts = together.split([len(logits) for _, logits, _ in ready])
-        for (work, logits, _), scores in zip(ready, parts, strict=True):
+        lengths = [len(logits) for _, logits, _ in ready]
+        numbers = (~together[:, 0].isnan()).cpu().split(lengths)
+        for (work, logits, _), scores, are_numbers in zip(
+            ready, together.split(lengths), numbers, strict=True
+        ):
             with failing(work):
+                _require_numbers(bool(are_numbers.all()))
                 places, y = work._accept(scores)
                 if not bool(scores[places[-1] if places else 0, y].isfinite()):
                     raise FloatingPointError("the request's masks leave no token to sample")
@@ -205,7 +208,7 @@ class Verification(Work):
 
 def _require_numbers(finite: bool) -> None:
     if not finite:
-        raise FloatingPointError("the target's logits are not finite numbers")
+        raise NotNumbers("the target's logits are not finite numbers")
 
 
 def _tensor(token_ids: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:

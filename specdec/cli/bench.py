@@ -18,13 +18,16 @@ from rich.console import Console
 
 from specdec.bench import plots, prompts, report
 from specdec.bench.sweep import MODES, PLAIN, Measurement, Plan, Workload, sweep, warm_up
+from specdec.channels import ClientTls, open_channel
 from specdec.cli import bench_drafts, bench_flags, foreground, pair
+from specdec.cli.api_key import ApiKey, read_api_key
 from specdec.cli.bench_drafts import Comparison, Recording
 from specdec.cli.bench_tables import Display, show
-from specdec.cli.client import explain, open_channel
+from specdec.cli.client import explain
 from specdec.cli.generate import Rule
 from specdec.cli.supervisor import ServiceDied, running
 from specdec.cli.terminal import fail, stderr, stdout, tell
+from specdec.cli.tls_flags import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from specdec.models.cache import default_target_path, is_pulled
 from specdec.services import VERIFIER
 
@@ -122,6 +125,11 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Draw the results as PNG files.")
     ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Measure speed under load, or compare drafts.
 
@@ -139,6 +147,9 @@ def bench(
         **{"temperature": temperature, "drafts": drafts, "verifier_address": verifier_address},
         **{"from_log": from_log and str(from_log), "save_log": save_log and str(save_log)},
     }
+    tls = client_tls(tls_ca, tls_cert, tls_key, tls_name)
+    key = read_api_key(api_key)
+    bench_flags.refuse_tls(context, running=address is not None or drafts is not None)
     if target is None and draft is not None:
         raise typer.BadParameter("name the --target that it is for", param_hint="--draft")
     ks = (
@@ -183,6 +194,8 @@ def bench(
             ks=ks or [5],
             options=bench_flags.model_options(dtype, num_threads or pair.shared_cores()),
             timeout=timeout,
+            tls=tls,
+            api_key=key,
         )
         exit_code = bench_drafts.compare(
             comparison, save_log=save_log, json_file=json_file, plot=plot, settings=settings
@@ -205,8 +218,10 @@ def bench(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--concurrency") from None
     services = _services(address, target, draft, dtype, num_threads, chosen, stderr())
+    # What it starts itself is on this machine, in plaintext.
+    tls = tls if address is not None else None
     results: list[Measurement] = []
-    exit_code = _run(services, plan, results, stderr())
+    exit_code = _run(services, plan, results, tls, key, stderr())
     show(results, stdout())
     interrupted = exit_code != 0
     if json_file is not None:
@@ -222,6 +237,8 @@ def _run(
     services: contextlib.AbstractAsyncContextManager[str],
     plan: Plan,
     results: list[Measurement],
+    tls: ClientTls | None,
+    api_key: str | None,
     console: Console,
 ) -> int:
     """Sweeps and fills the results. Gives the exit code: other than 0 if a signal ended it."""
@@ -229,7 +246,7 @@ def _run(
 
     async def work() -> None:
         nonlocal used
-        async with services as used, open_channel(used) as channel:
+        async with services as used, open_channel(used, tls, api_key=api_key) as channel:
             with Display(console, len(list(plan.points()))) as listener:
                 await warm_up(channel, plan)
                 await sweep(channel, plan, results, listener)

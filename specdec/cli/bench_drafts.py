@@ -20,10 +20,11 @@ from specdec.bench.prompts import Prompt
 from specdec.bench.replay import DraftFault, Replay, replay
 from specdec.bench.sweep import Workload
 from specdec.bench.target_log import TargetLog
+from specdec.channels import ClientTls, open_channel
 from specdec.cli import foreground, pair
 from specdec.cli.bench_drafts_tables import Steps, show
 from specdec.cli.bench_tables import number
-from specdec.cli.client import explain, open_channel
+from specdec.cli.client import explain
 from specdec.cli.draft_names import NamedDraft
 from specdec.cli.supervisor import ServiceDied, running
 from specdec.cli.terminal import fail, stderr, stdout, tell
@@ -59,6 +60,10 @@ class Comparison:
     """For every model service that is started."""
     timeout: float
     """Seconds after which a request, or the replay of an output, has failed."""
+    tls: ClientTls | None
+    """For services that run. What is started is on this machine, in plaintext."""
+    api_key: str | None
+    """For the gateway that runs."""
 
 
 @dataclass
@@ -138,16 +143,17 @@ async def _record(
         if call.error is not None:
             tell(console, f"target: {call.prompt_id} failed: {describe(call.error)}")
 
+    tls = None if recording.addresses is None else comparison.tls
     async with _target(recording, comparison.options, console) as (gateway, verifier):
         used = verifier
         try:
-            async with open_channel(verifier) as channel:
+            async with open_channel(verifier, tls) as channel:
                 info = await record.target_info(channel)
             used = gateway
             results.log = log = record.empty_log(info, recording.workload)
             steps.begin("target", count)
             try:
-                async with open_channel(gateway) as channel:
+                async with open_channel(gateway, tls, api_key=comparison.api_key) as channel:
                     await record.record(
                         *(channel, recording.prompts, recording.workload),
                         *(info.max_context_length, log),
@@ -199,10 +205,11 @@ async def _try(
     console: Console,
 ) -> None:
     """Replays the log to a draft at every K. A failure is the trial's, and others go on."""
+    tls = None if draft.address is None else comparison.tls
     try:
         async with (
             _draft(draft, comparison.options, console) as address,
-            open_channel(address) as channel,
+            open_channel(address, tls) as channel,
         ):
             stub = draft_pb2_grpc.DraftServiceStub(channel)
             ks = sorted({*comparison.ks, CURVE_K})

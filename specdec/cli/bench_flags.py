@@ -44,6 +44,17 @@ def refuse_flags(context: typer.Context, *, recorded: bool) -> None:
                 raise typer.BadParameter(why, param_hint="--" + name.replace("_", "-"))
 
 
+def refuse_tls(context: typer.Context, *, running: bool) -> None:
+    """Fails for --tls-ca if no service that runs was named: what is started has no TLS.
+
+    Raises:
+        typer.BadParameter: it was given. The environment may have it.
+    """
+    source = context.get_parameter_source("tls_ca")
+    if not running and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("name the --address that speaks TLS", param_hint="--tls-ca")
+
+
 def named(drafts: str | None, *, needed: bool) -> list[NamedDraft]:
     """Reads `--drafts`.
 

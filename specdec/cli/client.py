@@ -10,17 +10,9 @@ from typing import Any
 import grpc
 from google.protobuf import json_format
 
+from specdec.channels import ClientTls, open_channel, tls_trouble
 from specdec.errors import describe, reason_of
 from specdec.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-
-# The services are on this machine or in this cluster. Without the option grpc sends even what is
-# for 127.0.0.1 to the proxy that http_proxy names.
-_CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a service, to be closed by the caller."""
-    return grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
 
 
 @dataclass
@@ -96,14 +88,18 @@ def _plural(count: int, noun: str) -> str:
 
 
 async def stream(
-    address: str, request: gateway_pb2.GenerateRequest, result: Result
+    address: str,
+    request: gateway_pb2.GenerateRequest,
+    result: Result,
+    tls: ClientTls | None = None,
+    api_key: str | None = None,
 ) -> AsyncIterator[gateway_pb2.Chunk]:
     """Calls Generate. Yields the chunks as they come; the result is complete at the end.
 
     Raises:
         grpc.aio.AioRpcError: the call failed.
     """
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls, api_key=api_key) as channel:
         begun = time.monotonic()
         call = gateway_pb2_grpc.GenerationServiceStub(channel).Generate(request)
         try:
@@ -125,6 +121,10 @@ def explain(error: grpc.aio.AioRpcError, address: str) -> str:
         return text
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return f"what listens at {address} is not a gateway"
+    if trouble := tls_trouble(error):
+        return (
+            f"no TLS with the gateway at {address}: {trouble}; see --tls-ca, --tls-cert, --tls-name"
+        )
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         if "failed to connect" in text or "resolving" in text:
             return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from specdec.channels import ClientTls
 from specdec.cli.client import Result, stream
 from specdec.cli.terminal import write
 from specdec.v1 import gateway_pb2
@@ -16,7 +17,13 @@ _STYLES = {
 }
 
 
-async def show(address: str, request: gateway_pb2.GenerateRequest, console: Console) -> Result:
+async def show(
+    address: str,
+    request: gateway_pb2.GenerateRequest,
+    console: Console,
+    tls: ClientTls | None = None,
+    api_key: str | None = None,
+) -> Result:
     """Streams a generation to the console. What was written ends with a newline in any case.
 
     Raises:
@@ -24,7 +31,7 @@ async def show(address: str, request: gateway_pb2.GenerateRequest, console: Cons
     """
     result = Result()
     try:
-        async for chunk in stream(address, request, result):
+        async for chunk in stream(address, request, result, tls, api_key):
             for text, origin in zip(chunk.token_texts, chunk.origins, strict=True):
                 write(console, text, _STYLES.get(origin, ""))
     finally:

@@ -70,14 +70,19 @@ def grammar(
     if len(given) > 1:
         raise typer.BadParameter("only one of --json-schema, --regex and --grammar can be given")
     if json_schema is not None:
-        return common_pb2.Grammar(json_schema=_text_or_file(json_schema, "--json-schema"))
+        return common_pb2.Grammar(json_schema=text_or_file(json_schema, "--json-schema"))
     if regex is not None:
         return common_pb2.Grammar(regex=utf8(regex, "--regex"))
     assert ebnf is not None
-    return common_pb2.Grammar(ebnf=_text_or_file(ebnf, "--grammar"))
+    return common_pb2.Grammar(ebnf=text_or_file(ebnf, "--grammar"))
 
 
-def _text_or_file(value: str, flag: str) -> str:
+def text_or_file(value: str, flag: str) -> str:
+    """What a flag says itself, or in the file that it names after an @.
+
+    Raises:
+        typer.BadParameter: the file cannot be read, or it is not UTF-8.
+    """
     if not value.startswith("@"):
         return utf8(value, flag)
     try:

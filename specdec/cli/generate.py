@@ -12,12 +12,15 @@ import typer
 from rich.text import Text
 
 from specdec import services
+from specdec.channels import ClientTls
+from specdec.cli.api_key import ApiKey, read_api_key
 from specdec.cli.client import explain
 from specdec.cli.display import legend, show
 from specdec.cli.form import grammar as grammar_of
 from specdec.cli.form import set_field, set_fields, standard_input, utf8
 from specdec.cli.samples import collect, samples_to_dict, show_samples
 from specdec.cli.terminal import fail, stderr, stdout
+from specdec.cli.tls_flags import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from specdec.v1 import common_pb2, gateway_pb2
 
 
@@ -129,6 +132,11 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with the text and statistics.")
     ] = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Generate text from a prompt; show what the draft got right.
 
@@ -138,6 +146,8 @@ def generate(
         raise typer.BadParameter(
             "log-probabilities are printed with --json only", param_hint="--logprobs"
         )
+    tls = client_tls(tls_ca, tls_cert, tls_key, tls_name)
+    key = read_api_key(api_key)
     text = utf8(prompt, "PROMPT")
     request = gateway_pb2.GenerateRequest()
     set_fields(
@@ -189,10 +199,17 @@ def generate(
         request.chat.messages.add(role="user", content=text)
     else:
         request.text = text
-    _run(address, request, as_json=as_json)
+    _run(address, request, tls, key, as_json=as_json)
 
 
-def _run(address: str, request: gateway_pb2.GenerateRequest, *, as_json: bool) -> None:
+def _run(
+    address: str,
+    request: gateway_pb2.GenerateRequest,
+    tls: ClientTls | None,
+    api_key: str | None,
+    *,
+    as_json: bool,
+) -> None:
     """Generates and prints. Statistics go to standard error, so that a pipe gets the text alone.
 
     Raises:
@@ -201,14 +218,14 @@ def _run(address: str, request: gateway_pb2.GenerateRequest, *, as_json: bool) -
     console, aside = stdout(), stderr()
     try:
         if as_json:
-            results = asyncio.run(collect(address, request))
+            results = asyncio.run(collect(address, request, tls, api_key))
             typer.echo(json.dumps(samples_to_dict(results)))
             return
         if request.n > 1:
-            results = asyncio.run(collect(address, request))
+            results = asyncio.run(collect(address, request, tls, api_key))
             show_samples(results, console, aside)
             return
-        result = asyncio.run(show(address, request, console))
+        result = asyncio.run(show(address, request, console, tls, api_key))
     except grpc.aio.AioRpcError as error:
         fail(explain(error, address))
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from importlib import import_module
 import typer
 
 from specdec import services
-from specdec.cli import bench, demo, distill, generate, health, models, up
+from specdec.cli import bench, demo, distill, generate, health, keys, models, up
 
 app = typer.Typer(
     name="specdec",
@@ -27,6 +27,7 @@ app.command("bench")(bench.bench)
 app.command("distill")(distill.distill)
 app.command("health")(health.health)
 app.add_typer(models.app, name="models")
+app.add_typer(keys.app, name="keys")
 
 # The services read their own command lines, so that flags, environment and file are one thing.
 _PACKAGES = {

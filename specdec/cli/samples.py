@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.client import Result, open_channel
+from specdec.channels import ClientTls, open_channel
+from specdec.cli.client import Result
 from specdec.cli.terminal import write
 from specdec.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -44,7 +45,12 @@ class Sample(Result):
         return found
 
 
-async def collect(address: str, request: gateway_pb2.GenerateRequest) -> list[Sample]:
+async def collect(
+    address: str,
+    request: gateway_pb2.GenerateRequest,
+    tls: ClientTls | None = None,
+    api_key: str | None = None,
+) -> list[Sample]:
     """Calls Generate and waits for the end of all samples.
 
     Raises:
@@ -53,7 +59,7 @@ async def collect(address: str, request: gateway_pb2.GenerateRequest) -> list[Sa
     wanted = request.HasField("logprobs")
     count = request.n if request.HasField("n") else 1
     samples = [Sample(logprobs=[] if wanted else None) for _ in range(count)]
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls, api_key=api_key) as channel:
         begun = time.monotonic()
         call = gateway_pb2_grpc.GenerationServiceStub(channel).Generate(request)
         try:

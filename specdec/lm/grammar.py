@@ -65,8 +65,8 @@ class GrammarState:
         commits the block to the client.
 
         Raises:
-            SpecdecError: INVALID_REQUEST, the grammar became too complex.
-            ValueError: they do not fit the grammar.
+            SpecdecError: INVALID_REQUEST, the grammar became too complex; CONTRACT_VIOLATION, they
+                were not allowed.
         """
         inside = list(takewhile(lambda t: t not in self._eos_token_ids, token_ids))
         if not inside:
@@ -74,7 +74,10 @@ class GrammarState:
         fitting = self._matcher.validate_tokens(inside)
         self._require_no_error()
         if fitting < len(inside):
-            raise ValueError("the output does not fit its grammar")
+            raise SpecdecError(
+                common_pb2.ERROR_REASON_CONTRACT_VIOLATION,
+                "the committed tokens do not fit the session's grammar",
+            )
         self._matcher.consume_tokens(inside)
         self._require_no_error()
 

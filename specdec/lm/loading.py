@@ -206,21 +206,23 @@ def ready(
 
 
 def source_of(model_id: str) -> dict[str, Any]:
-    """How transformers is told where the files are."""
+    """How transformers is told where the files are, and not to run code that is among them."""
+    safe: dict[str, Any] = {"trust_remote_code": False}
     path = Path(model_id).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"there is no file {model_id!r}: check the path")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        name = path.name
+        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": name}
     if path.exists():
         if not (path / "config.json").is_file():
             raise ModelLoadError(
                 f"{model_id!r} has no config.json: give a model folder, a GGUF file or a hub id"
             )
-        return {"pretrained_model_name_or_path": str(path)}
+        return {**safe, "pretrained_model_name_or_path": str(path)}
     if path.is_absolute() or model_id.startswith((".", "~")) or model_id.count("/") > 1:
         raise ModelLoadError(f"there is no file or folder {model_id!r}: check the path")
-    return {"pretrained_model_name_or_path": model_id}
+    return {**safe, "pretrained_model_name_or_path": model_id}
 
 
 def silence_transformers() -> None:

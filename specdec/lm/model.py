@@ -213,6 +213,20 @@ class CausalLM:
                 progress=progress,
             )
 
+    def free_memory(self) -> None:
+        """Gives back to the device what is kept for later."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def check_device(self) -> None:
+        """Asks the device for next to nothing.
+
+        Raises:
+            RuntimeError: it fails at that too, as after an illegal access for the rest of a
+                process's life.
+        """
+        torch.zeros(1, device=self.device).cpu()
+
     def clear(self, pages: list[int]) -> None:
         """Overwrites pages that may hold what is no number."""
         self._store.clear(pages)

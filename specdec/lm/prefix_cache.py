@@ -105,6 +105,16 @@ class PrefixCache:
             self._remove(node)
         return len(doomed)
 
+    def forget(self, tokens: Sequence[int], salt: str) -> None:
+        """Removes whatever begins with the first page of these tokens. Who holds it keeps it."""
+        root = self._roots.get(salt)
+        first = root and root.children.get(tuple(tokens[:PAGE_SIZE]))
+        doomed = [first] if first else []
+        for node in doomed:
+            doomed.extend(node.children.values())
+        for node in reversed(doomed):
+            self._remove(node)
+
     def _walk(self, tokens: Sequence[int], salt: str) -> Iterator[_Node]:
         node = self._roots.get(salt)
         for end in range(PAGE_SIZE, len(tokens) + 1, PAGE_SIZE):

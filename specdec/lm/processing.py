@@ -93,7 +93,8 @@ def process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
     Returns:
         float64 [R, V]. `softmax` of it is the distribution p (or q) of the acceptance rules. A
-        row in which everything is forbidden is NaN.
+        row in which everything is forbidden is −inf throughout, and one whose logits are not
+        finite numbers is NaN throughout: its first score tells.
     """
     block = CACHED_NUMBERS // logits.shape[-1] or 1
     if logits.device.type != "cpu" or len(logits) <= block:
@@ -121,6 +122,7 @@ def _process(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         scores = scores.masked_fill(rows.forbidden, -torch.inf)
     # Differences to the best: however small the temperature, that one does not overflow.
     best = scores.amax(dim=-1, keepdim=True)
+    best = best.masked_fill(best.isposinf(), torch.nan).masked_fill(best.isneginf(), 0.0)
     scores = (scores - best) / torch.where(rows.temperature > 0.0, rows.temperature, 1.0)
     if bool((rows.top_k > 0).any()):
         scores = _top_k(scores, rows.top_k)
@@ -146,6 +148,8 @@ def _top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the smallest set of most likely tokens whose probability reaches top_p."""
     log_total = scores.logsumexp(dim=-1, keepdim=True)
+    # Those that keep all, and those that are no distributions.
+    exempt = (top_p >= 1.0) | ~log_total.isfinite()
     size = scores.shape[-1]
     # The set is nearly always small, and to find the likeliest is much cheaper than to sort all.
     for count in (min(_TOP_P_FIRST_LOOK, size), size):
@@ -155,7 +159,7 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
             top = scores.sort(dim=-1, descending=True).values
         probabilities = (top - log_total).exp()
         dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
-        if bool((dropped[..., -1:] | (top_p >= 1.0)).all()):
+        if bool((dropped[..., -1:] | exempt).all()):
             break
     num_kept = (~dropped).sum(dim=-1, keepdim=True)
     least = top.gather(-1, num_kept - 1)
@@ -163,7 +167,7 @@ def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     # neighbouring rows, which decide how far it looks.
     above, ties = scores > least, scores == least
     room = num_kept - above.sum(dim=-1, keepdim=True)
-    kept = above | (ties & (ties.cumsum(dim=-1) <= room)) | (top_p >= 1.0)
+    kept = above | (ties & (ties.cumsum(dim=-1) <= room)) | exempt
     return scores.masked_fill(~kept, -torch.inf)
 
 

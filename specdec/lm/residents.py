@@ -49,6 +49,12 @@ class Residents:
             # can then be evicted.
             sequence.replace(known)
 
+    def distrust(self, sequence: CachedSequence) -> None:
+        """Has nobody take over what a session cached whose logits were no numbers: what it was
+        computed from may be none either."""
+        sequence.shared = False
+        self.prefixes.forget(sequence.tokens, sequence.salt)
+
     def provide(
         self, sequence: CachedSequence, count: int, in_all: int, busy: set[int]
     ) -> list[int]:
@@ -115,5 +121,7 @@ class Residents:
         return [each for each in (*younger, *resting) if each.pages], kept
 
     def _release(self, sequence: CachedSequence) -> None:
-        self.publish(sequence)
-        sequence.truncate(0)
+        try:
+            self.publish(sequence)
+        finally:
+            sequence.truncate(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import torch
 
 from specdec.errors import SpecdecError, Violation
 from specdec.lm.architecture import ModelLoadError
-from specdec.lm.grammar import GrammarCompiler
+from specdec.lm.grammar import GrammarCompiler, GrammarState
 from specdec.lm.history import History
 from specdec.lm.loading import LoadedModel
 from specdec.lm.logprobs import token_logprobs
@@ -19,7 +21,7 @@ from specdec.lm.pages import PAGE_SIZE
 from specdec.lm.scheduler import Scheduler
 from specdec.lm.sequence import CachedSequence
 from specdec.lm.thread import ModelThread
-from specdec.lm.work import Prefill
+from specdec.lm.work import NotNumbers, Prefill
 from specdec.sessions import ACCEPTANCE_RULES, PROTOCOL_VERSION
 from specdec.v1 import common_pb2
 
@@ -89,6 +91,11 @@ class ModelRuntime:
             ) from error
         thread.attach(self.scheduler)
 
+    @property
+    def fault(self) -> str | None:
+        """Why no session can be served any more, or None if there can be."""
+        return self.thread.fault
+
     @asynccontextmanager
     async def session(self, opening: common_pb2.Open) -> AsyncIterator[Session]:
         """A session whose context is cached, for as long as the block runs.
@@ -99,6 +106,10 @@ class ModelRuntime:
         Raises:
             SpecdecError: INVALID_REQUEST if its grammar cannot be compiled.
         """
+        grammar = None
+        if opening.sampling.HasField("grammar"):
+            # It may take a while, in which other sessions go on.
+            grammar = await asyncio.to_thread(self._compiled, opening.sampling.grammar)
         self.num_sessions += 1
         sequence = CachedSequence(
             self.scheduler.residents.pool,
@@ -108,24 +119,24 @@ class ModelRuntime:
         )
         try:
             # If this is cancelled, it is run all the same: the session is to be closed then.
-            history, _ = await self.thread.run(self._begin, opening, sequence)
+            history, _ = await self.thread.run(self._begin, opening, sequence, grammar)
             opened = await self._prefill(opening, sequence)
             yield Session(opening, sequence, history, opened)
         finally:
             self.thread.post(partial(self.scheduler.close, sequence))
             self.num_sessions -= 1
 
-    def _begin(self, opening: common_pb2.Open, sequence: CachedSequence) -> History:
+    def _compiled(self, grammar: common_pb2.Grammar) -> GrammarState:
+        try:
+            return self._grammars.start(grammar)
+        except ValueError as error:
+            raise SpecdecError.invalid([Violation("open.sampling.grammar", str(error))]) from None
+
+    def _begin(
+        self, opening: common_pb2.Open, sequence: CachedSequence, grammar: GrammarState | None
+    ) -> History:
         """Begins a session. Returns its history."""
         self.scheduler.open(sequence)
-        grammar = None
-        if opening.sampling.HasField("grammar"):
-            try:
-                grammar = self._grammars.start(opening.sampling.grammar)
-            except ValueError as error:
-                raise SpecdecError.invalid(
-                    [Violation("open.sampling.grammar", str(error))]
-                ) from None
         model = self.loaded.model
         history = History(
             opening.sampling,
@@ -167,7 +178,10 @@ class ScoredPrefill(Prefill):
     def take(self, logits: torch.Tensor) -> None:
         end = self.sequence.cached_length + 1
         followers = self.sequence.tokens[end - len(logits) : end]
-        self.found.extend(token_logprobs(logits, followers, self._num_top))
+        found = token_logprobs(logits, followers, self._num_top)
+        if any(math.isnan(each.logprob) for each in found):
+            raise NotNumbers("the model's logits are not finite numbers")
+        self.found.extend(found)
 
     def restart(self) -> None:
         self.found.clear()

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from specdec.lm.model import CausalLM
 from specdec.lm.pace import Paces
 from specdec.lm.pages import PAGE_SIZE, pages_for
+from specdec.lm.quarantine import Quarantine
 from specdec.lm.residents import Residents
 from specdec.lm.sequence import CachedSequence
-from specdec.lm.work import Prefill, Work, failing
+from specdec.lm.work import NotNumbers, Prefill, Work, failing
 
 
 class Scheduler:
@@ -26,6 +27,7 @@ class Scheduler:
                 running sessions prompts get a quarter of it at most, and `Paces` says how much.
         """
         self._model = model
+        self._quarantine = Quarantine(model)
         self.max_rows = model.fixed_rows or max_rows
         self.residents = Residents(num_pages)
         model.allocate(num_pages)
@@ -85,7 +87,7 @@ class Scheduler:
                 work.begun = begun if work.begun is None else work.begun
             share = self.max_rows // 4
             prompt_rows = sum(count for work, count in chosen if _is_prefill(work, share))
-            self._run(chosen)
+            self._quarantine.feed(chosen)
             fed = [work for work, _ in chosen]
             num_rows = sum(count for _, count in chosen)
             for work in fed:
@@ -110,6 +112,8 @@ class Scheduler:
         if ended:
             self._works = [work for work in self._works if not work.done]
         for work in ended:
+            if isinstance(work.error, NotNumbers):
+                self.residents.distrust(work.sequence)
             self._paces.left(work.sequence)
             work.sequence.idle_since = time.monotonic()
             work.ended()
@@ -167,7 +171,17 @@ class Scheduler:
         """Adds a work's next rows to the pass, as many as the budget allows.
 
         If the pool has no pages for them, it goes to `short` instead.
+
+        Returns:
+            How many rows that are.
         """
+        with failing(work):
+            return self._prepare(work, budget, chosen, short)
+        return 0
+
+    def _prepare(
+        self, work: Work, budget: int, chosen: list[tuple[Work, int]], short: list[Work]
+    ) -> int:
         sequence = work.sequence
         if budget <= 0:
             return 0
@@ -179,7 +193,7 @@ class Scheduler:
             if work.begun is None:
                 sequence.reused_length = sequence.cached_length
         if work.missing == 0:
-            self._go_on(type(work), [work])
+            self._quarantine.go_on(type(work), [work])
             return 0
         count = min(work.missing, budget, work.max_rows or budget)
         needed = pages_for(sequence.cached_length + count) - len(sequence.pages)
@@ -208,51 +222,15 @@ class Scheduler:
             for other in started
         )
 
-    # The pass.
-
-    def _run(self, chosen: Sequence[tuple[Work, int]]) -> None:
-        """Feeds the chosen rows. If the pass fails, each work runs alone, and fails alone."""
-        segments = [work.segment(count) for work, count in chosen]
-        try:
-            logits = self._model.forward(segments)
-        except Exception as error:
-            if len(chosen) == 1:
-                chosen[0][0].fail(error)
-            else:
-                for one in chosen:
-                    self._run([one])
-            return
-        parts = logits.split([segment.num_logits for segment in segments])
-        for (work, count), part in zip(chosen, parts, strict=True):
-            work.sequence.cached_length += count
-            with failing(work):
-                work.take(part)
-
     def _consume(self, works: Sequence[Work]) -> None:
         """Goes on with works that were fed to their end, all of a class together."""
         for work in works:
             if isinstance(work, Prefill):
-                self.residents.publish(work.sequence)
-        for kind in dict.fromkeys(type(work) for work in works):
-            self._go_on(kind, [work for work in works if type(work) is kind])
-
-    def _go_on(self, kind: type[Work], works: Sequence[Work]) -> None:
-        """Goes on with works of one class; what they keep of trees is moved to its place."""
-        try:
-            kind.consume(works)
-        except Exception as error:
-            for work in works:
-                work.fail(error)
-        # At once: a page that a sequence gave back may be another's with the next work admitted.
-        moves = [move for work in works for move in work.sequence.take_moves()]
-        if moves:
-            try:
-                self._model.move(moves)
-            except Exception as error:
-                # What is cached is not what the sequences say, and others would take it over.
-                for work in works:
-                    work.sequence.truncate(0)
-                    work.fail(error)
+                with failing(work):
+                    self.residents.publish(work.sequence)
+        going = [work for work in works if not work.done]
+        for kind in dict.fromkeys(type(work) for work in going):
+            self._quarantine.go_on(kind, [work for work in going if type(work) is kind])
 
 
 def _is_prefill(work: Work, share: int) -> bool:

@@ -19,6 +19,7 @@ from specdec.lm.settings import ModelServiceSettings
 from specdec.lm.tensor_parallel import Team, join, rank
 from specdec.lm.thread import ModelThread, Timed
 from specdec.models.cache import default_target_path, is_pulled
+from specdec.open_sessions import OpenSessions
 from specdec.services import Service
 from specdec.serving import StartError, listening
 
@@ -29,6 +30,7 @@ class NeedsRuntime(Protocol):
     """A servicer that serves once it has a runtime."""
 
     runtime: ModelRuntime | None
+    sessions: OpenSessions
 
 
 class Start:
@@ -137,11 +139,18 @@ async def serve(
             team = (await start.thread.run(join, settings.device)).value
             await _follow(start.thread, await start.load(team), team)
             return
-        async with listening(settings, service, register) as (port, health):
+        async with listening(
+            settings,
+            service,
+            register,
+            drain=servicer.sessions.drain,
+            alive=lambda: start.thread.fault is None,
+        ) as (port, health):
             _log.info("loading", model=start.model_id, address=f"{settings.host}:{port}")
             team = (await start.thread.run(join, settings.device)).value
             servicer.runtime = await start.runtime(await start.load(team))
-            await health.set(True)
+            start.thread.watch(settings.stall_seconds)
+            health.set(True)
             _log.info("ready", **start.facts)
             await (asyncio.Event().wait() if team is None else team.end())
     except ModelLoadError as error:

@@ -44,3 +44,12 @@ class ModelServiceSettings(ServiceSettings):
         description="whether greedy and COUPLED requests give the same tokens whatever runs beside "
         "them; slower",
     )
+    max_sessions: int = Field(
+        1024, ge=1, description="most sessions open at once; more are refused with RetryInfo"
+    )
+    stall_seconds: float = Field(
+        300.0,
+        gt=0.0,
+        description="once loaded, a model that is at one pass for so long counts as dead: health "
+        "says so, and its sessions end",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import structlog
 import torch
 
+from specdec.lm.quarantine import DeviceLost
 from specdec.lm.residents import IDLE_SECONDS
 from specdec.lm.scheduler import Scheduler
 from specdec.lm.work import Work
@@ -20,6 +22,12 @@ from specdec.v1 import common_pb2
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = structlog.get_logger()
+_LOOK_SECONDS = 1.0
+"""How soon it is noticed that the thread is stuck."""
+
+
+class ModelThreadError(Exception):
+    """The model thread has died, or is stuck. The message says which."""
 
 
 class Timed(NamedTuple, Generic[T]):
@@ -69,7 +77,48 @@ class ModelThread:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._scheduler: Scheduler | None = None
         self._closed = False
+        self._waiting: set[_Reply] = set()
+        """Those that somebody waits for."""
+        self._died: str | None = None
+        self._busy_since: float | None = None
+        """When it began with what it is at, by time.monotonic(). None while it has nothing to do.
+
+        This is the heartbeat: a thread that waits is well, however long it has been waiting."""
+        self._stall_seconds = math.inf
         threading.Thread(target=self._main, name="model", daemon=True).start()
+
+    @property
+    def fault(self) -> str | None:
+        """Why nothing can be run, or None if it can. One that is stuck may come to again."""
+        if self._died is not None:
+            return self._died
+        busy_since = self._busy_since
+        if busy_since is not None and time.monotonic() - busy_since > self._stall_seconds:
+            return f"the model thread has been stuck for more than {self._stall_seconds:g} s"
+        return None
+
+    def watch(self, stall_seconds: float) -> None:
+        """Has those who wait fail once the thread is at one pass or call for so many seconds.
+
+        To be called when loading is done, which takes what it takes.
+        """
+        self._stall_seconds = stall_seconds
+        self._look(min(stall_seconds / 4, _LOOK_SECONDS), asyncio.get_running_loop())
+
+    def _look(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
+        if self._closed:
+            return
+        fault = self.fault
+        if fault is not None:
+            self._fail_waiting(fault)
+        loop.call_later(seconds, self._look, seconds, loop)
+
+    def _fail_waiting(self, fault: str) -> None:
+        waiting = list(self._waiting)
+        if waiting:
+            _log.error("model thread", fault=fault, sessions=len(waiting))
+        for reply in waiting:
+            reply.send(None, ModelThreadError(fault))
 
     def attach(self, scheduler: Scheduler) -> None:
         """Runs this scheduler's passes from here on."""
@@ -79,6 +128,9 @@ class ModelThread:
         """Runs a function on the model thread.
 
         If the caller is cancelled, the function runs all the same.
+
+        Raises:
+            ModelThreadError: the thread has died or is stuck.
         """
         reply = _Reply()
 
@@ -87,12 +139,15 @@ class ModelThread:
             value = function(*args, **kwargs)
             return Timed(value, _timings(begun - reply.asked, time.monotonic() - begun))
 
-        self._calls.put(_Call(timed, reply))
-        result: Timed[T] = await reply.future
+        result: Timed[T] = await self._ask(_Call(timed, reply), reply)
         return result
 
     async def work(self, work: Work) -> Timed[Any]:
-        """Has the scheduler do a work, and returns its result."""
+        """Has the scheduler do a work, and returns its result.
+
+        Raises:
+            ModelThreadError: the thread has died or is stuck.
+        """
         reply = _Reply()
 
         def ended() -> None:
@@ -104,13 +159,25 @@ class ModelThread:
             assert self._scheduler is not None
             self._scheduler.add(work, ended)
 
-        self._calls.put(_Call(add, None))
-        result: Timed[Any] = await reply.future
+        result: Timed[Any] = await self._ask(_Call(add, None), reply)
         return result
 
+    async def _ask(self, call: _Call, reply: _Reply) -> Any:
+        """Waits for the reply that a call leads to."""
+        self._waiting.add(reply)
+        try:
+            fault = self.fault
+            if fault is not None:
+                raise ModelThreadError(fault)
+            self._calls.put(call)
+            return await reply.future
+        finally:
+            self._waiting.discard(reply)
+
     def post(self, function: Callable[[], None]) -> None:
-        """Runs a function on the model thread; nobody waits for it."""
-        self._calls.put(_Call(function, None))
+        """Runs a function on the model thread, if that lives; nobody waits for it."""
+        if self._died is None:
+            self._calls.put(_Call(function, None))
 
     def close(self) -> None:
         """Ends the thread after what it is at. Nobody waits for it."""
@@ -118,6 +185,14 @@ class ModelThread:
         self._calls.put(None)
 
     def _main(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            _log.exception("model thread died")
+            self._died = f"the model thread has died of {type(error).__name__}"
+            self._fail_waiting(self._died)
+
+    def _serve(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         wait: float | None = None
@@ -127,7 +202,9 @@ class ModelThread:
             if self._scheduler is not None and not self._closed:
                 wait = self._scheduler.wait_seconds()
                 if wait == 0.0:
+                    self._busy_since = time.monotonic()
                     wait = self._step(self._scheduler)
+                    self._busy_since = None
 
     def _run_calls(self, wait: float | None) -> None:
         """Runs what has arrived. Waits so many seconds for the first call; None is for ever."""
@@ -137,7 +214,9 @@ class ModelThread:
             except queue.Empty:
                 return
             if call is not None:
+                self._busy_since = time.monotonic()
                 self._run(call)
+                self._busy_since = None
             wait = 0.0
 
     def _run(self, call: _Call) -> None:
@@ -155,6 +234,9 @@ class ModelThread:
         try:
             if scheduler.step():
                 return 0.0
+        except DeviceLost as error:
+            scheduler.fail_all(error)
+            raise
         except Exception as error:
             _log.exception("pass failed")
             scheduler.fail_all(error)

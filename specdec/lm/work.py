@@ -15,6 +15,10 @@ from specdec.lm.sequence import CachedSequence
 from specdec.v1 import common_pb2
 
 
+class NotNumbers(FloatingPointError):
+    """A model's logits are not finite numbers, and perhaps neither is what it cached."""
+
+
 class Work(ABC):
     """What a session wants of the model: pending tokens fed, and what follows from the logits.
 

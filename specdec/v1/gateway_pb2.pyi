@@ -764,6 +764,8 @@ class SpeculationStatistics(_message.Message):
     UNDRAFTED_ROUNDS_FIELD_NUMBER: _builtins.int
     RUN_AHEAD_HITS_FIELD_NUMBER: _builtins.int
     RUN_AHEAD_MISSES_FIELD_NUMBER: _builtins.int
+    VERIFIER_RESUMPTIONS_FIELD_NUMBER: _builtins.int
+    DRAFT_RESUMPTIONS_FIELD_NUMBER: _builtins.int
     acceptance_rule: _common_pb2.AcceptanceRule.ValueType
     """The rule that was used."""
     rounds: _builtins.int
@@ -800,6 +802,10 @@ class SpeculationStatistics(_message.Message):
     """Rounds whose proposal was there when the round before it ended, prepared ahead."""
     run_ahead_misses: _builtins.int
     """Rounds whose proposal had been prepared ahead for other verdicts only, and came late."""
+    verifier_resumptions: _builtins.int
+    """How often the generation was taken up again at a verifier, after one had failed."""
+    draft_resumptions: _builtins.int
+    """How often it was taken up again at a draft, after one had failed."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How often the drafted token at each position of a proposal was accepted."""
@@ -830,10 +836,12 @@ class SpeculationStatistics(_message.Message):
         undrafted_rounds: _builtins.int = ...,
         run_ahead_hits: _builtins.int = ...,
         run_ahead_misses: _builtins.int = ...,
+        verifier_resumptions: _builtins.int = ...,
+        draft_resumptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_per_position", b"accepted_per_position", "draft_cached_tokens", b"draft_cached_tokens", "draft_us", b"draft_us", "drafted_per_position", b"drafted_per_position", "fallback_reason", b"fallback_reason", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "queue_us", b"queue_us", "rounds", b"rounds", "run_ahead_hits", b"run_ahead_hits", "run_ahead_misses", b"run_ahead_misses", "stale_proposals", b"stale_proposals", "undrafted_rounds", b"undrafted_rounds", "verify_us", b"verify_us", "wire_us", b"wire_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_per_position", b"accepted_per_position", "draft_cached_tokens", b"draft_cached_tokens", "draft_resumptions", b"draft_resumptions", "draft_us", b"draft_us", "drafted_per_position", b"drafted_per_position", "fallback_reason", b"fallback_reason", "fallback_rounds", b"fallback_rounds", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "queue_us", b"queue_us", "rounds", b"rounds", "run_ahead_hits", b"run_ahead_hits", "run_ahead_misses", b"run_ahead_misses", "stale_proposals", b"stale_proposals", "undrafted_rounds", b"undrafted_rounds", "verifier_resumptions", b"verifier_resumptions", "verify_us", b"verify_us", "wire_us", b"wire_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

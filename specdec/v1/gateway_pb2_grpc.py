@@ -47,9 +47,14 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates one completion. Chunks stream as rounds end, and a Completion closes the stream.
+        """Generates one completion, or n. Chunks stream as rounds end, and a Completion closes each.
         Invalid requests fail with INVALID_ARGUMENT before any work, and BadRequest details name every
         field that is at fault. Cancelling the call stops the work within one round.
+
+        A gateway that has keys wants one in the metadata, `authorization: Bearer KEY`, and fails with
+        UNAUTHENTICATED without. A call that finds no room waits in a queue. Beyond its limits, and
+        beyond those of the key, calls fail with RESOURCE_EXHAUSTED; with UNAVAILABLE while there is no
+        verifier and while the gateway shuts down. RetryInfo says when to try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

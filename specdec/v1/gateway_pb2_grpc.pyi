@@ -17,9 +17,14 @@ class GenerationServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """Generates one completion. Chunks stream as rounds end, and a Completion closes the stream.
+    """Generates one completion, or n. Chunks stream as rounds end, and a Completion closes each.
     Invalid requests fail with INVALID_ARGUMENT before any work, and BadRequest details name every
     field that is at fault. Cancelling the call stops the work within one round.
+
+    A gateway that has keys wants one in the metadata, `authorization: Bearer KEY`, and fails with
+    UNAUTHENTICATED without. A call that finds no room waits in a queue. Beyond its limits, and
+    beyond those of the key, calls fail with RESOURCE_EXHAUSTED; with UNAVAILABLE while there is no
+    verifier and while the gateway shuts down. RetryInfo says when to try again.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -31,9 +36,14 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _aio.ServicerContext[_gateway_pb2.GenerateRequest, _abc.AsyncIterator[_gateway_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_gateway_pb2.GenerateResponse]:
-        """Generates one completion. Chunks stream as rounds end, and a Completion closes the stream.
+        """Generates one completion, or n. Chunks stream as rounds end, and a Completion closes each.
         Invalid requests fail with INVALID_ARGUMENT before any work, and BadRequest details name every
         field that is at fault. Cancelling the call stops the work within one round.
+
+        A gateway that has keys wants one in the metadata, `authorization: Bearer KEY`, and fails with
+        UNAUTHENTICATED without. A call that finds no room waits in a queue. Beyond its limits, and
+        beyond those of the key, calls fail with RESOURCE_EXHAUSTED; with UNAVAILABLE while there is no
+        verifier and while the gateway shuts down. RetryInfo says when to try again.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _aio.Server) -> None: ...
