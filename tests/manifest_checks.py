@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from draft_service.settings import DraftSettings
@@ -57,9 +58,8 @@ def _serves(workload: Workload) -> bool:
     return workload.component in _SERVICES
 
 
-def _loaded(
-    documents: Sequence[Document],
-) -> Iterator[tuple[Workload, ServiceSettings]]:
+def _loaded(documents: Sequence[Document]) -> Iterator[tuple[Workload, ServiceSettings]]:
+    """The settings of those that start."""
     for workload in workloads(documents):
         loaded = _settings(workload, documents)
         if not isinstance(loaded, str):
@@ -172,7 +172,7 @@ def gpus(documents: Sequence[Document]) -> Iterator[str]:
             yield f"{group['metadata']['name']}: its pods have different numbers of GPUs"
 
 
-def _selectors(documents: Sequence[Document]) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _selectors(documents: Sequence[Document]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """All that are to find pods of this deployment."""
     for document in documents:
         name, spec = f"{document['kind']} {document['metadata']['name']}", document.get("spec", {})

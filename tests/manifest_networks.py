@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from specdec import services
 from tests.manifests import Document, of_kind, workloads
 
 
-def selects(selector: Mapping[str, object], labels: Mapping[str, str]) -> bool:
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Whether a label selector selects what has these labels."""
-    match = dict(selector.get("matchLabels", {}))  # type: ignore[call-overload]
-    expressions = list(selector.get("matchExpressions", []))  # type: ignore[call-overload]
-    return match.items() <= labels.items() and all(
-        e["operator"] == "In" and labels.get(e["key"]) in e["values"] for e in expressions
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        expression["operator"] == "In" and labels.get(expression["key"]) in expression["values"]
+        for expression in selector.get("matchExpressions", ())
     )
 
 

@@ -132,7 +132,12 @@ def read_model(
             vocabulary = torch.tensor(draft.vocabulary)
         else:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                **where, **sharding, dtype=chosen_dtype, output_loading_info=True
+                **where,
+                **sharding,
+                dtype=chosen_dtype,
+                output_loading_info=True,
+                # Nothing is unpickled: what is pickled can be a program.
+                use_safetensors=None if "gguf_file" in where else True,
             )
             raw_model, report = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
             check_weights(model_id, raw_model, report)

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from specdec.lm.architecture import ModelLoadError
 from specdec.lm.loading import load
@@ -28,3 +30,13 @@ def test_a_models_own_code_is_not_run_and_nobody_is_asked(
         with pytest.raises(ModelLoadError, match="custom code"):
             read(str(folder))
     assert not trace.exists()
+
+
+def test_pickled_weights_are_not_read(target_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(target_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        load(str(folder))
