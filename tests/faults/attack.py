@@ -139,7 +139,8 @@ class Drafting(Target):
         if request is None or not response.HasField("proposal"):
             return False
         if request.HasField("open"):
-            return True
+            # Not one that was pushed before, if this is an Open in a wrong place.
+            return not proposal.presumed_token_ids
         asked, presumed = request.advance, list(proposal.presumed_token_ids)
         if presumed and presumed != list(asked.token_ids):
             return False

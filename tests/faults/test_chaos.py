@@ -136,10 +136,10 @@ async def test_a_verifier_that_is_back_is_used_within_two_seconds(
         await asyncio.sleep(0.1)
         await verifier.killed(3.0)
         begun = time.monotonic()
-        again = await running.send(request)
+        again = await running.generate([5, 6], max_new_tokens=4, ignore_eos=True)
         seconds = time.monotonic() - begun
         resumed = await call
         print(f"\na generation of {len(again.token_ids)} tokens after the restart: {seconds:.2f} s")
-        assert again.token_ids == resumed.token_ids == undisturbed.token_ids
+        assert resumed.token_ids == undisturbed.token_ids
         assert resumed.speculation.verifier_resumptions == 1
         assert seconds < 2.0
