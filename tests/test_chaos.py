@@ -244,6 +244,7 @@ async def run_storm(
         assert growth < RSS_BOUND, told
 
 
+@pytest.mark.slow
 async def test_a_hundred_requests(
     target_folder: Path, draft_folder: Path, record_property: Any
 ) -> None:

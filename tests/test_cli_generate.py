@@ -321,6 +321,7 @@ async def test_json_is_one_object_with_the_documented_keys(
     assert speculation["fallback_reason"] == ""
 
 
+@pytest.mark.slow
 async def test_options_have_their_effect(target_folder: Path, draft_folder: Path) -> None:
     async with pair(target_folder, draft_folder) as stack:
 

@@ -22,6 +22,7 @@ PROMPT = [5, 6, 7, 8, 9]
 OPTIONS: dict[str, Any] = {"k": 4, "seed": 3, "max_new_tokens": 30, "ignore_eos": True}
 
 
+@pytest.mark.slow
 async def test_a_draft_killed_half_way_changes_nothing_but_the_pace(
     target_folder: Path, draft_folder: Path
 ) -> None:

@@ -106,22 +106,23 @@ FAULTS: Sequence[Fault] = (
 class Disturbance:
     """Victims, and what was done to them."""
 
-    def __init__(self, victims: Sequence[Victim], seed: int) -> None:
+    def __init__(self, victims: Sequence[Victim], faults: Sequence[Fault], seed: int) -> None:
         self.done: Counter[str] = Counter()
         self._victims = victims
+        self._kinds = [(service, fault) for service in _MODULES for fault in faults]
         self._random = random.Random(seed)
 
-    async def go_on(self, times: int) -> None:
-        """Inflicts so many faults one after the other: each kind on each service in turn."""
-        kinds = [(service, fault) for service in _MODULES for fault in FAULTS]
-        for index in range(times):
-            if index % len(kinds) == 0:
-                self._random.shuffle(kinds)
-            service, (name, inflict, longest) = kinds[index % len(kinds)]
+    async def go_on(self, rounds: int) -> None:
+        """Inflicts one fault after the other: in each round each kind on each service."""
+        kinds = [kind for _ in range(rounds) for kind in self._shuffled()]
+        for service, (name, inflict, longest) in kinds:
             victim = self._random.choice([v for v in self._victims if v.service is service])
             await asyncio.sleep(self._random.uniform(0.1, 0.6))
             await inflict(victim, self._random.uniform(0.0, longest))
             self.done[f"{_MODULES[service]} {name}"] += 1
+
+    def _shuffled(self) -> list[tuple[Service, Fault]]:
+        return self._random.sample(self._kinds, len(self._kinds))
 
 
 @asynccontextmanager

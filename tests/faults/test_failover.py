@@ -101,7 +101,10 @@ async def interrupted(
     return result
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [w if w in ("coupled", "rejection") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS],
+)
 async def test_a_verifier_that_dies_costs_no_token_if_there_is_another(
     target_folder: Path, draft_folder: Path, way: str
 ) -> None:
@@ -133,6 +136,7 @@ async def test_a_verifier_that_dies_costs_no_token_if_there_is_another(
             assert result.speculation.fallback_rounds == 0  # the draft has seen nothing of it
 
 
+@pytest.mark.slow
 async def test_the_only_verifier_is_waited_for_while_it_restarts(target_folder: Path) -> None:
     async with verifiers(target_folder, 1) as (only,), gateway(only.address) as running:
         request = request_of(running, "greedy", k=0)
@@ -178,6 +182,7 @@ async def test_the_clients_deadline_holds_while_a_verifier_is_looked_for(
         assert failure.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["greedy", "coupled", "rejection", "tree", "run-ahead"])
 async def test_speculation_is_picked_up_again_when_the_draft_is_back(
     target_folder: Path, draft_folder: Path, way: str

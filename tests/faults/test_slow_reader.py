@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import grpc
+import pytest
 
 from specdec.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.stack import Result, pair
@@ -13,6 +14,7 @@ SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0
 """Of the client: so much is sent to it before it reads."""
 
 
+@pytest.mark.slow
 async def test_a_generation_waits_for_its_reader_in_bounded_memory(
     target_folder: Path, draft_folder: Path
 ) -> None:
