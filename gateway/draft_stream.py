@@ -212,7 +212,7 @@ class DraftStream:
                     self._ahead += waiting
                     if proposal.presumed_token_ids:
                         # Pushed before it was asked for: no other answer comes.
-                        self.was_ahead, self._asked_at = True, None
+                        self.was_ahead, self.is_late, self._asked_at = True, False, None
                     return proposal, arrival.at_ns
 
     def _require_patience(self) -> None:

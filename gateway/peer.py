@@ -146,6 +146,11 @@ class Peer(ABC):
     def lost(self) -> None:
         """Says that a call failed in a way that a restart of the peer would explain."""
         self._set(PeerState.CONNECTING, f"lost {self.address}, reconnecting")
+        self.doubted()
+
+    def doubted(self) -> None:
+        """Has the handshake made anew. Until that fails the peer is as ready as it was: what failed
+        may have been the fault of one session."""
         self._lost.set()
 
     async def _shake_hands(self) -> None:

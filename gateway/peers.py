@@ -86,16 +86,7 @@ class DraftPeer(Peer):
     """A draft service, which is compared with the target before it is used."""
 
     name = "draft"
-
-    def __init__(
-        self,
-        address: str,
-        silence: float,
-        on_change: Callable[[], None],
-        tls: ClientTls | None = None,
-    ) -> None:
-        super().__init__(address, silence, on_change, tls)
-        self.info = common_pb2.ModelInfo()
+    info = common_pb2.ModelInfo()
 
     @property
     def stub(self) -> draft_pb2_grpc.DraftServiceStub:

@@ -224,7 +224,10 @@ class VerifierSession:
         # Others may have noticed before, and it may be well again.
         if not is_full and peer.connection == self._connection:
             peer.breaker.failed(str(error))
-            peer.lost()
+            if is_lost:
+                peer.lost()
+            else:
+                peer.doubted()
 
     def _can_go_on(self, error: BaseException) -> bool:
         """Whether the session is worth another attempt."""

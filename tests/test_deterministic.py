@@ -20,7 +20,6 @@ from specdec.lm.batch import Segment
 from specdec.lm.loading import load
 from specdec.lm.model import FIXED_ROWS, CausalLM
 from specdec.models.cache import default_target_path, is_pulled
-from tests.faults.storm import LONG
 from tests.stack import Stack, pair
 
 TOKENS = [3 + i * i % 250 for i in range(90)]
@@ -122,8 +121,6 @@ def test_without_the_mode_they_differ(target_folder: Path) -> None:
 @pytest.mark.slow
 @DTYPE
 def test_the_default_target_gives_the_same_bits(dtype: str) -> None:
-    if dtype == "float32" and not LONG:
-        pytest.skip("it takes long")
     if not is_pulled(default_target_path()):
         pytest.skip("the default model is not there")
     model = make(default_target_path(), dtype)

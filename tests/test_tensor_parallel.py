@@ -26,7 +26,6 @@ from specdec.lm.architecture import ModelLoadError
 from specdec.lm.tensor_parallel import Team, check_plan, join
 from specdec.v1.gateway_pb2 import LogprobsParams
 from tests import stack
-from tests.faults.storm import LONG
 from tests.models import byte_tokens, make_tokenizer
 from tests.test_serving import environment
 
@@ -242,10 +241,7 @@ async def test_a_signal_to_all_lets_a_running_generation_complete(
     [
         (0, signal.SIGTERM, [0, 0]),
         (0, signal.SIGKILL, [-signal.SIGKILL, 0]),
-        pytest.param(
-            *(1, signal.SIGKILL, [0, -signal.SIGKILL]),
-            marks=pytest.mark.skipif(not LONG, reason="it takes long"),
-        ),
+        (1, signal.SIGKILL, [0, -signal.SIGKILL]),
     ],
 )
 async def test_the_end_of_one_process_is_the_end_of_all(

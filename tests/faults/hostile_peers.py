@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ _CODES = [
 ]
 
 
-class _Liar:
+class _Liar(ABC):
     """What both have in common: a server that can be started anew on its port.
 
     How it lies in a session follows from the session's salt, so that it does it again.
@@ -54,8 +55,9 @@ class _Liar:
         if self._server is not None:
             await self._server.stop(0)
 
+    @abstractmethod
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-        raise NotImplementedError
+        """Its methods."""
 
     def _of(self, opening: common_pb2.Open) -> random.Random:
         """By what it lies in a session. One that is opened again is lied to in another way."""

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from gateway.draft_source import DraftSource
 from gateway.draft_stream import Patience
+from gateway.peer import Peer, PeerState
 from gateway.peers import DraftPeer
 from gateway.replicas import Replicas
 from gateway.settings import GatewaySettings
@@ -23,6 +24,7 @@ from specdec.errors import reason_of
 from specdec.streams import require
 from specdec.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.stack import Gateway, Result, draft, drafts_are_used, free_port, gateway, verifier
+from verifier_service.verification import Verification
 
 PROMPT = [5, 6, 7, 8, 9]
 LENGTH = 160
@@ -392,3 +394,22 @@ async def test_replicas_with_less_room_get_only_sessions_that_fit(target_folder:
 def test_addresses_that_are_none_are_refused_at_the_start(wrong: str) -> None:
     with pytest.raises(ValidationError, match="verifier_address"):
         GatewaySettings(verifier_address=wrong)  # type: ignore[arg-type]
+
+
+async def test_a_session_that_breaks_by_itself_leaves_its_verifier_ready_for_others(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with verifier(target_folder) as (address, _), gateway(address) as running:
+        states: list[PeerState] = []
+        monkeypatch.setattr(Peer, "_set", lambda peer, state, reason: states.append(state))
+        with monkeypatch.context() as planted:
+
+            def broken(work: Verification) -> None:
+                raise RuntimeError("planted")
+
+            planted.setattr(Verification, "start", broken)
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await running.send(request_of(running, "greedy", k=0))
+        assert reason_of(failure.value) == "MODEL_FAILURE"
+        assert PeerState.CONNECTING not in states
+        assert len((await running.send(request_of(running, "greedy", k=0))).token_ids) == LENGTH
